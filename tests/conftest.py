@@ -27,7 +27,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Set the folder's mark on each test; deselect what only runs when asked for."""
     expression = str(config.getoption("markexpr"))
     left_out = {mark for mark in ONLY_WHEN_ASKED if not asked_for(mark, config.args, expression)}
-    kept, dropped = [], []
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
     for item in items:
         mark = folder_mark(item.path)
         if mark is not None:

@@ -30,11 +30,10 @@ def find_tool(name: str) -> str | None:
 def need_tool(name: str) -> str:
     """Return the path of a program, or skip the calling test (fail it under CI_REQUIRE_TOOLS=1)."""
     path = find_tool(name)
-    if path is not None:
-        return path
-    missing(
-        f"needs the program {name!r}, which is not on PATH: {WHERE_FROM.get(name, 'install it')}"
-    )
+    if path is None:
+        way_out = WHERE_FROM.get(name, "install it")
+        missing(f"needs the program {name!r}, which is not on PATH: {way_out}")
+    return path
 
 
 def missing(reason: str) -> NoReturn:
