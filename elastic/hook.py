@@ -1,0 +1,117 @@
+"""What an installed elastic-trainer does inside torchrun: settings that let nodes join, and errors of one line.
+
+torchrun loads the entry points of the group `torchrun.handlers` in every agent before it reads its arguments.
+This one acts only where the command line says that this torchrun starts our run.py; every other torchrun is left
+as it is. What the user has set, in the environment or on the command line, always wins.
+
+Runs in every torchrun of the environment: imports nothing that Python has not loaded already.
+"""
+
+import logging
+import os
+import sys
+from types import TracebackType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping, Sequence
+    from typing import Any, NoReturn
+
+__all__ = ["handlers", "prepare", "starts_our_runner"]
+
+LAUNCHERS = ("torchrun", "torchrun.py", "run.py", "launch.py")
+"""Names under which torchrun runs: its script, `-m torch.distributed.run` and `-m torch.distributed.launch`."""
+FLAGS = frozenset({
+    "-m", "--module", "--standalone", "--no-python", "--run-path", "--use-env", "--virtual-local-rank"
+})  # fmt: skip
+"""torchrun's options that take no value; `_` for `-` is the same."""
+RENDEZVOUS = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+"""A round closes after 1 s in place of 30, a dead node is seen after 3 s in place of 15."""
+UNSHARE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+def handlers() -> "Callable[[Any], NoReturn]":
+    """Prepare this torchrun if it starts our runner; return the creator that torchrun wants of an entry point."""
+    prepare(sys.argv, os.environ)
+    return _no_rendezvous
+
+
+def _no_rendezvous(params: object) -> "NoReturn":
+    """Refuse `--rdzv-backend=elastic`: the name is there for the settings alone."""
+    raise ValueError(
+        f"rdzv_backend: found {getattr(params, 'backend', 'elastic')!r}, which elastic-trainer does not serve;"
+        " use --rdzv_backend=c10d"
+    )
+
+
+def prepare(argv: "Sequence[str]", environ: "MutableMapping[str, str]") -> None:
+    """Set what a torchrun over our runner needs, and nothing for any other."""
+    if not starts_our_runner(argv):
+        return
+    sys.excepthook = _tell
+    options, _ = _parse(argv)
+    backend = options.get("rdzv-backend", environ.get("PET_RDZV_BACKEND", "static"))
+    nodes = options.get("nnodes", environ.get("PET_NNODES", "1:1"))
+    if backend != "c10d" or "standalone" in options or nodes.rpartition(":")[2] == "1":
+        return
+    # Without it a node that joins ends every agent: rank 0 never tells it the workers' store.
+    given = {UNSHARE: "1", "PET_RDZV_CONF": RENDEZVOUS}
+    new = {name: value for name, value in given.items() if name not in environ}
+    environ.update(new)
+    logging.getLogger(__name__).info("set for this torchrun: %s", new)
+
+
+def starts_our_runner(argv: "Sequence[str]") -> bool:
+    """Tell whether a torchrun command line starts elastic/run.py, by path or as a module."""
+    if not argv or os.path.basename(argv[0]) not in LAUNCHERS:
+        return False
+    options, program = _parse(argv)
+    if "module" in options:
+        return program == "elastic.run"
+    folder, name = os.path.split(os.path.realpath(program))
+    return name == "run.py" and os.path.isfile(os.path.join(folder, "hook.py"))
+
+
+def _parse(argv: "Sequence[str]") -> "tuple[dict[str, str], str]":
+    """Split a torchrun command line into its options (without dashes in front) and the program it starts."""
+    options: dict[str, str] = {}
+    rest = iter(argv[1:])
+    for word in rest:
+        if word == "--":
+            return options, next(rest, "")
+        if not word.startswith("-"):
+            return options, word
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if name not in FLAGS and not equals:
+            value = next(rest, "")
+        options["module" if name == "-m" else name.lstrip("-")] = value
+    return options, ""
+
+
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Tell torchrun's own two ends in a line each: the workers have told theirs above. All else as ever."""
+    if kind.__name__ == "ChildFailedError":
+        line = "; ".join(_failures(error))
+    elif kind.__name__ == "SignalException":
+        line = f"ended by signal {getattr(getattr(error, 'sigval', None), 'name', 'unknown')}"
+    else:
+        sys.__excepthook__(kind, error, trace)
+        return
+    sys.stderr.write(f"torchrun: {line}\n")
+
+
+def _failures(error: BaseException) -> list[str]:
+    """Name each failed worker: the first failure is the cause, those that torchrun itself ended are left out."""
+    failures = sorted(
+        getattr(error, "failures", {}).items(), key=lambda item: (item[1].exitcode == -15, item[1].timestamp)
+    )
+    if not failures:
+        return ["a worker failed"]
+    lines = []
+    for number, (rank, failure) in enumerate(failures):
+        if number and failure.exitcode == -15:
+            continue
+        how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else failure.signal_name()
+        lines.append(f"rank {rank} failed ({how}, pid {failure.pid})")
+    return lines

@@ -1,0 +1,301 @@
+"""What each worker leaves behind on its node: where it was, and why it ended.
+
+A worker writes its place (rank, generation, step, phase) into a small mapped file of the node's folder, about a
+microsecond a time, so that it is there however the worker ends. The workers after it read what those before them
+left (`previous_faults`). Guarantees: a fault is handed out once, to one worker; a worker that still lives is never
+reported; a broken file is skipped, never raised.
+
+How an end is known: by the record that the worker wrote itself; else by the file of Python's fault handler (the
+signals that a crash raises); else by its mark of a SIGTERM; else it was killed, for lack of memory if the cgroup
+counted such a kill since the worker began. Does not import torch.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import hashlib
+import json
+import logging
+import mmap
+import os
+import re
+import signal
+import socket
+import struct
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final, Literal
+
+from elastic.agent import is_alive, process_start
+
+__all__ = ["Fault", "Kind", "Slot", "open_slot", "previous_faults"]
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["killed", "exception", "collective", "preempted", "ended", "vanished"]
+
+_SIZE: Final = 4096
+_HEAD: Final = struct.Struct("<8sqqqqqqd16s")
+"""magic, pid, start, local rank, rank, generation, kills for lack of memory, time of the beginning, and a reserve."""
+_MAGIC: Final = b"elastic1"
+_BEAT: Final = struct.Struct("<qd")
+_BEAT_AT: Final = 256
+_PHASE_AT: Final = 320
+_PHASE_BYTES: Final = 32
+_END_AT: Final = 512
+_CRASHES: Final = {
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+    "Floating point exception": "SIGFPE",
+    "Floating-point exception": "SIGFPE",
+    "Illegal instruction": "SIGILL",
+}
+_FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
+_ADDRESS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """Why one worker ended, told by itself or read from what it left."""
+
+    rank: int
+    local_rank: int
+    host: str
+    step: int
+    """The last step that it had begun, 0 before the first."""
+    phase: str
+    kind: Kind
+    signal: str | None = None
+    """The signal's name, such as SIGKILL, where one ended it."""
+    type: str | None = None
+    """The exception's class."""
+    message: str = ""
+    where: str | None = None
+    """file:line, the innermost of the user's code if there is one."""
+    signature: str = ""
+    """Equal for the same exception at the same place, whatever the numbers in its message."""
+    time: float = 0.0
+    """When it ended, or when it was last heard of (seconds since 1970)."""
+
+    @property
+    def is_secondary(self) -> bool:
+        """Tell whether this is the echo of another worker's fault, or no fault at all."""
+        return self.kind in ("collective", "preempted", "ended")
+
+    def __str__(self) -> str:
+        """Tell it in half a line, as the cause of a generation."""
+        at = f"rank {self.rank}" + (f", step {self.step}" if self.step and self.kind == "exception" else "")
+        if self.kind == "exception":
+            at += f", {self.where}" if self.where else ""
+            return f"worker raised {self.type}: {_first_line(self.message)} ({at})"
+        if self.kind == "killed":
+            why = f": {self.message}" if self.message else ""
+            return f"worker killed ({self.signal}, {at}){why}"
+        told = {"collective": "lost a peer", "preempted": "preempted", "ended": "ended by its agent"}
+        return f"worker {told.get(self.kind, 'vanished')} ({at})"
+
+    def to_json(self) -> dict[str, object]:
+        """Return the fault as JSON fields, for hellos, claims and the journal."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, found: object) -> "Fault":
+        """Read what to_json gave.
+
+        Raises:
+            ValueError: Raised when it is something else.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(found, dict) or not set(found) <= names:
+            raise ValueError(f"fault: found {found!r:.200}, expected an object with the keys {sorted(names)}")
+        try:
+            return cls(**found)
+        except TypeError as error:
+            raise ValueError(f"fault: found {found!r:.200} ({error})") from error
+
+
+class Slot:
+    """One worker's mapped file. Made by `open_slot`; used by that worker alone, any thread."""
+
+    def __init__(self, path: Path, local_rank: int, start: int) -> None:
+        self.path = path
+        self._local_rank = local_rank
+        self._start = start
+        self._rank = local_rank
+        self._step = 0
+        self._phase = "start"
+        with path.open("w+b") as file:
+            file.truncate(_SIZE)
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._write_head(None)
+        self.beat(0, "start")
+        self._crash_file: IO[str] = path.with_suffix(".crash").open("w", encoding="utf-8")
+        self._term_file: IO[str] = path.with_suffix(".term").open("w", encoding="utf-8")
+        faulthandler.enable(self._crash_file, all_threads=False)
+        # In C, so that it also works while an import keeps Python busy; then the default action ends us. A handler
+        # that Python code sets later takes its place, and tells of the signal by `end`.
+        faulthandler.register(signal.SIGTERM, self._term_file, all_threads=False, chain=True)
+
+    def _write_head(self, generation: int | None) -> None:
+        _HEAD.pack_into(
+            self._map, 0, _MAGIC, os.getpid(), self._start, self._local_rank, self._rank,
+            -1 if generation is None else generation, _oom_kills(), time.time(), b"",
+        )  # fmt: skip
+
+    def begin(self, rank: int, generation: int | None) -> None:
+        """Write who this worker is; called again once the generation is known."""
+        self._rank = rank
+        self._write_head(generation)
+
+    def beat(self, step: int, phase: str) -> None:
+        """Write where the worker is. About a microsecond; safe at any moment."""
+        if phase != self._phase or step == 0:
+            self._phase = phase
+            self._map[_PHASE_AT : _PHASE_AT + _PHASE_BYTES] = phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")
+        self._step = step
+        _BEAT.pack_into(self._map, _BEAT_AT, step, time.time())
+
+    def fault(self, error: BaseException, kind: Kind = "exception") -> Fault:
+        """Describe an exception as this worker's fault, at the place where the worker is."""
+        where = _where(error)
+        name = type(error).__name__
+        text = str(error)
+        signature = hashlib.sha256(f"{name}|{where}|{_ADDRESS.sub('#', text)}".encode()).hexdigest()[:16]
+        return Fault(
+            rank=self._rank, local_rank=self._local_rank, host=socket.gethostname(), step=self._step,
+            phase=self._phase, kind=kind, type=name, message=text[:2000], where=where, signature=signature,
+            time=time.time(),
+        )  # fmt: skip
+
+    def end(self, fault: Fault | None) -> None:
+        """Write why the worker ends; None is an orderly end. The first one told stays."""
+        if self._map[_END_AT] != 0:
+            return
+        room = _SIZE - _END_AT - 8
+        text = json.dumps({} if fault is None else fault.to_json()).encode()
+        if fault is not None and len(text) > room:
+            short = dataclasses.replace(fault, message=fault.message[:200], where=None)
+            text = json.dumps(short.to_json()).encode()[:room]
+        self._map[_END_AT + 8 : _END_AT + 8 + len(text)] = text
+        # The length last: a reader never sees half a record.
+        struct.pack_into("<Q", self._map, _END_AT, len(text))
+
+    def close(self) -> None:
+        """Give the fault handler's files back. The slot stays for those who come after."""
+        faulthandler.unregister(signal.SIGTERM)
+        faulthandler.disable()
+        self._crash_file.close()
+        self._term_file.close()
+        self._map.close()
+
+
+def open_slot(folder: Path, local_rank: int) -> Slot:
+    """Make this worker's slot in its node's folder. Main thread, as early as can be."""
+    start = process_start(os.getpid()) or 0
+    return Slot(folder / f"slot-{local_rank}-{os.getpid()}-{start}", local_rank, start)
+
+
+def previous_faults(folder: Path) -> list[Fault]:
+    """Take what workers that are gone have left here, causes first. Any worker of the node, at its start."""
+    found = [fault for slot in _take_dead(folder) for fault in _read(slot)]
+    return sorted(found, key=lambda fault: (fault.is_secondary, fault.time))
+
+
+def _take_dead(folder: Path) -> Iterator[Path]:
+    """Yield slots of dead workers under names of our own; a rename gives each to one worker only."""
+    for slot in sorted(folder.glob("slot-*-*-*")):
+        parts = slot.name.split("-")
+        if slot.suffix or not all(part.isdigit() for part in parts[1:]) or is_alive(int(parts[2]), int(parts[3])):
+            continue
+        taken = slot.with_name(f"taken-{os.getpid()}-{slot.name}")
+        try:
+            slot.rename(taken)
+        except FileNotFoundError:
+            continue  # another worker of this node was faster
+        yield taken
+        taken.unlink(missing_ok=True)
+        for suffix in (".crash", ".term"):
+            slot.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _read(taken: Path) -> list[Fault]:
+    """Read the fault of a dead worker's slot; none where it ended in order or the file makes no sense."""
+    slot = taken.with_name(taken.name.split("-", 2)[2])
+    try:
+        data = taken.read_bytes()
+        magic, _, _, local_rank, rank, _, kills, begun, _ = _HEAD.unpack_from(data)
+        step, heard = _BEAT.unpack_from(data, _BEAT_AT)
+        (length,) = struct.unpack_from("<Q", data, _END_AT)
+        if magic != _MAGIC:
+            return []
+        if length:
+            record = json.loads(data[_END_AT + 8 : _END_AT + 8 + length])
+            return [Fault.from_json(record)] if record else []
+    except (OSError, ValueError, struct.error) as error:
+        logger.warning("what a worker before this one left in %s cannot be read: %s", slot, error)
+        return []
+    phase = data[_PHASE_AT : _PHASE_AT + _PHASE_BYTES].rstrip(b"\0").decode(errors="replace")
+    vanished = Fault(
+        rank=rank, local_rank=local_rank, host=socket.gethostname(), step=step, phase=phase, kind="killed",
+        signal="SIGKILL", time=max(heard, begun),
+    )  # fmt: skip
+    return [_explain(vanished, slot, kills)]
+
+
+def _explain(fault: Fault, slot: Path, kills: int) -> Fault:
+    """Tell what ended a worker that could not tell it itself."""
+    crash = _text(slot.with_suffix(".crash"))
+    for words, name in _CRASHES.items():
+        if f"Fatal Python error: {words}" in crash:
+            frame = _FRAME.search(crash)
+            where = f"{frame[1]}:{frame[2]}" if frame else None
+            return dataclasses.replace(fault, signal=name, where=where)
+    if _text(slot.with_suffix(".term")):
+        return dataclasses.replace(fault, kind="ended", signal="SIGTERM")
+    if kills >= 0 and _oom_kills() > kills:
+        return dataclasses.replace(fault, message="out of memory: the kernel ended a process of this cgroup")
+    return fault
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _oom_kills() -> int:
+    """Return how often the kernel has ended a process of our cgroup for lack of memory; -1 where nobody counts."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0":
+                events = Path(f"/sys/fs/cgroup{path}/memory.events")
+            elif controllers == "memory":
+                events = Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+            else:
+                continue
+            for event in events.read_text(encoding="utf-8").splitlines():
+                if event.startswith("oom_kill "):
+                    return int(event.split()[1])
+    return -1
+
+
+def _where(error: BaseException) -> str | None:
+    """Name the innermost line of the user's code that an exception came through; else the innermost at all."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    ours = str(Path(__file__).resolve().parent.parent)
+    foreign = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), f"{ours}/elastic/", f"{ours}/checkpoints/"]
+    theirs = [frame for frame in frames if not frame.filename.startswith(tuple(foreign))]
+    for frame in reversed(theirs or frames):
+        return f"{frame.filename}:{frame.lineno}"
+    return None
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:200]
