@@ -141,7 +141,7 @@ class CheckpointOptions:
     """The share of time that checkpoints may cost where `every` is auto."""
     max_unsaved: Duration = 7200.0
     """The run ends when nothing could be saved for this long."""
-    tier: TierOptions = TierOptions()
+    tier: TierOptions = field(default_factory=TierOptions)
     """Other places for snapshots."""
     part_bytes: int = 64 << 20
     """Files are checksummed, read and sent in parts of this size."""
