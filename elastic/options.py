@@ -1,0 +1,238 @@
+"""The settings of a run as frozen dataclasses, one for each section of the YAML file.
+
+A value that is impossible, or that this version does not serve, raises ConfigError when the dataclass is made; the text starts with
+the key inside the section, and `elastic.config` adds the section, the file and the line. The text under each field is what `--help`
+shows. Imports no torch: a wrong setting is told before anything heavy is loaded. Types are the reader's business, ranges are this one's.
+"""
+
+import math
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from checkpoints.options import CheckpointOptions, Interval, parse_duration
+from elastic.errors import ConfigError
+
+__all__ = [
+    "AuditOptions",
+    "Duration",
+    "EvalOptions",
+    "LoaderOptions",
+    "RunOptions",
+    "Settings",
+    "TrainOptions",
+]
+
+Duration = Annotated[float, parse_duration]
+"""Seconds, written as `30`, `30 s`, `10 min` or `2 h`."""
+
+_HIDDEN = {"hidden": True}
+_LARGEST_SEED = 2**63 - 1
+_UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
+# Hard faults must end the worker, and these are the interpreter's own tools: a handler that only notes them would loop for ever.
+_FAULTS = frozenset({"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGCHLD"})
+
+
+def _require(key: str, found: object, expected: str, *, holds: bool) -> None:
+    if not holds:
+        raise ConfigError(f"{key}: found {found}, expected {expected}")
+
+
+def _at_least(key: str, found: float | None, least: int) -> None:
+    _require(key, found, f"at least {least}", holds=found is None or found >= least)
+
+
+def _positive(key: str, found: float | None) -> None:
+    holds = found is None or (math.isfinite(found) and found > 0)
+    _require(key, found, "a finite number above 0", holds=holds)
+
+
+def _not_yet(key: str, found: object, *, asked: bool, instead: str = "leave it out") -> None:
+    if asked:
+        raise ConfigError(f"{key}: not yet served by this version (found {found}); {instead}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """How the model is trained."""
+
+    epochs: int = 10
+    """Passes over the dataset."""
+    max_steps: int | None = None
+    """End after this many steps of the run, even inside an epoch."""
+    global_batch_size: int = 64
+    """Samples of one step over all ranks, whatever the number of ranks is."""
+    micro_batch_size: int | None = None
+    """Most samples of one forward on one rank; a larger part is cut, its gradient stays the exact mean."""
+    seed: int = 0
+    """Of the order of samples and of every random draw."""
+    order: Literal["torch", "feistel"] = "torch"
+    """`torch`: each epoch has the permutation of torch's DistributedSampler."""
+    drop_last: bool = False
+    """Leave out the last step of an epoch where it is smaller than a global batch."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type of the forward's arithmetic; weights stay as the model made them."""
+    grad_clip: float | None = None
+    """Largest norm of a step's gradient; larger ones are scaled down to it."""
+    compile: bool = False
+    """Run the model through torch.compile."""
+    find_unused_parameters: bool = False
+    """Let DDP look for parameters that a forward did not use."""
+    threads: int | None = None
+    """Threads of one worker's CPU arithmetic; by default the cores of the node shared among its workers."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What to do where a loss or a gradient is not finite, agreed by all ranks."""
+    ema: float | None = None
+    """Decay of an average of the weights kept beside them."""
+    logical_shards: int | None = None
+    """Fixed slices of the global batch that make randomness independent of the number of ranks."""
+    reproducible: Literal["off", "bitwise"] = "off"
+    """`bitwise`: equal bits of the final weights for every number of ranks and history of faults."""
+    stop_before: str | None = None
+    """Wall-clock limit before which the state is saved and the run ends."""
+    step_delay: float = field(default=0.0, metadata=_HIDDEN)
+    """Seconds slept in each step, for drills and tests."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges, then what this version does not serve."""
+        _at_least("epochs", self.epochs, 1)
+        _at_least("max_steps", self.max_steps, 1)
+        _at_least("global_batch_size", self.global_batch_size, 1)
+        _at_least("micro_batch_size", self.micro_batch_size, 1)
+        in_range = 0 <= self.seed <= _LARGEST_SEED
+        _require("seed", self.seed, f"0 to {_LARGEST_SEED}", holds=in_range)
+        _positive("grad_clip", self.grad_clip)
+        _at_least("threads", self.threads, 1)
+        _at_least("logical_shards", self.logical_shards, 1)
+        delays = math.isfinite(self.step_delay) and self.step_delay >= 0
+        _require("step_delay", self.step_delay, "seconds, 0 or more", holds=delays)
+        _not_yet("ema", self.ema, asked=self.ema is not None)
+        _not_yet("logical_shards", self.logical_shards, asked=self.logical_shards is not None)
+        _not_yet("reproducible", self.reproducible, asked=self.reproducible != "off")
+        _not_yet("order", self.order, asked=self.order != "torch")
+        _not_yet(
+            "on_nonfinite",
+            self.on_nonfinite,
+            asked=self.on_nonfinite == "rollback",
+            instead="write stop or skip",
+        )
+        _not_yet("stop_before", self.stop_before, asked=self.stop_before is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderOptions:
+    """How samples are read."""
+
+    workers: int = 0
+    """Processes of each rank that read samples; 0 reads in the rank itself."""
+    prefetch: int | None = None
+    """Micro-batches that each loader worker reads ahead (torch's own default: 2)."""
+    start_method: Literal["fork", "spawn", "forkserver"] | None = None
+    """How loader workers are started; by default the way of this Python."""
+    pin_memory: bool | None = None
+    """Keep batches in page-locked memory; by default where the run is on CUDA."""
+    persistent: bool = True
+    """Keep the loader workers from one epoch to the next."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        _at_least("workers", self.workers, 0)
+        _at_least("prefetch", self.prefetch, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalOptions:
+    """How the model is evaluated."""
+
+    every: Interval = field(default_factory=lambda: Interval.parse("1 epoch"))
+    """When to evaluate: `500 steps`, `10 min`, `1 epoch` or `off`."""
+    batch_size: int | None = None
+    """Samples of one evaluation batch on one rank; by default a rank's part of the global batch."""
+    monitor: str | None = None
+    """Metric by which the best checkpoint is chosen and patience is counted."""
+    mode: Literal["min", "max"] = "min"
+    """Whether a smaller or a larger value of the metric is better."""
+    keep_best: int = 1
+    """Best checkpoints that retention leaves in place."""
+    patience: int | None = None
+    """End after this many evaluations in a row that were no better."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges and that patience has a metric to look at."""
+        every = self.every
+        _require("every", every, "steps, a time, epochs or off", holds=every.kind != "auto")
+        _at_least("batch_size", self.batch_size, 1)
+        _at_least("keep_best", self.keep_best, 0)
+        _at_least("patience", self.patience, 1)
+        if self.patience is not None and self.monitor is None:
+            found = f"{self.patience} without eval.monitor"
+            raise ConfigError(f"patience: found {found}, expected a metric named there too")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuditOptions:
+    """What is written down so that others can check the run."""
+
+    samples: bool = False
+    """Write the indices of each step and rank to audit/ at the run's URL."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """How a start treats the run that it finds at the URL."""
+
+    accept: tuple[str, ...] = ()
+    """Keys of the run's identity that may differ from what the run began with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """All settings of a run."""
+
+    job: str
+    """What is trained: `path/to/file.py:Class` or `package.module:Class`."""
+    args: Mapping[str, object] = field(default_factory=dict)
+    """Arguments of the job's class."""
+    train: TrainOptions = field(default_factory=TrainOptions)
+    """How the model is trained."""
+    loader: LoaderOptions = field(default_factory=LoaderOptions)
+    """How samples are read."""
+    eval: EvalOptions = field(default_factory=EvalOptions)
+    """How the model is evaluated."""
+    checkpoint: CheckpointOptions
+    """Where and when the state is saved."""
+    audit: AuditOptions = field(default_factory=AuditOptions)
+    """What is written down so that others can check the run."""
+    run: RunOptions = field(default_factory=RunOptions)
+    """How a start treats the run that it finds at the URL."""
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
+    """Of the process group; `auto` is nccl with CUDA and gloo without."""
+    init_method: str | None = None
+    """Where ranks meet: `env://`, `tcp://host:port` or `file:///path`; by default what the launcher says."""
+    timeout: Duration = 600.0
+    """Longest wait for the other ranks, at the start and in a step."""
+    hang_after: Duration | None = None
+    """End a worker whose step takes longer than this."""
+    signals: tuple[str, ...] = ("SIGTERM",)
+    """Signals that mean: save the state and leave."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges, then what this version does not serve."""
+        _require("job", repr(self.job), "file.py:Class or package.module:Class", holds=":" in self.job)
+        method = self.init_method
+        known = method is None or method.startswith(("env://", "tcp://", "file://"))
+        _require("init_method", method, "env://, tcp://host:port or file:///path", holds=known)
+        _positive("timeout", self.timeout)
+        for name in self.signals:
+            catchable = name in signal.Signals.__members__ and name not in _UNCATCHABLE | _FAULTS
+            _require("signals", name, "names like SIGTERM or SIGUSR1", holds=catchable)
+        every, memory = self.checkpoint.every, self.checkpoint.tier.memory
+        _not_yet("checkpoint.every", every, asked=every.kind == "auto", instead="write 1 epoch")
+        _not_yet(
+            "checkpoint.tier.memory",
+            memory,
+            asked=memory.kind not in {"auto", "off"},
+            instead="write auto or off",
+        )
+        _not_yet("hang_after", self.hang_after, asked=self.hang_after is not None)
