@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Protocol, TypeAlias, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -269,7 +269,7 @@ def _as_mean(loss: object, batch: Any) -> Mean:
     """Make the loss of a batch addable: a plain mean counts as often as the batch has samples."""
     checked = read_loss(loss)
     if isinstance(checked, Mean):
-        return checked
+        return Mean(checked.sum.detach(), checked.count)
     samples = count_samples(batch)
     return Mean(checked.detach() * samples, samples)
 

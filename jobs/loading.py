@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from jobs.errors import JobError
 
 if TYPE_CHECKING:
-    from types import ModuleType
     from collections.abc import Iterable, Mapping
+    from types import ModuleType
+
     from jobs.job import Job
 
 __all__ = ["JobError", "load_job"]
