@@ -9,14 +9,14 @@ import math
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
-from checkpoints.options import CheckpointOptions, Interval, parse_duration
+from checkpoints.errors import OptionError
+from checkpoints.options import CheckpointOptions, Duration, Interval
 from elastic.errors import ConfigError
 
 __all__ = [
     "AuditOptions",
-    "Duration",
     "EvalOptions",
     "LoaderOptions",
     "RunOptions",
@@ -24,9 +24,7 @@ __all__ = [
     "TrainOptions",
 ]
 
-Duration = Annotated[float, parse_duration]
-"""Seconds, written as `30`, `30 s`, `10 min` or `2 h`."""
-
+_EACH_EPOCH = Interval("epochs", 1)
 _HIDDEN = {"hidden": True}
 _LARGEST_SEED = 2**63 - 1
 _UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
@@ -145,7 +143,7 @@ class LoaderOptions:
 class EvalOptions:
     """How the model is evaluated."""
 
-    every: Interval = field(default_factory=lambda: Interval.parse("1 epoch"))
+    every: Interval = _EACH_EPOCH
     """When to evaluate: `500 steps`, `10 min`, `1 epoch` or `off`."""
     batch_size: int | None = None
     """Samples of one evaluation batch on one rank; by default a rank's part of the global batch."""
@@ -160,8 +158,10 @@ class EvalOptions:
 
     def __post_init__(self) -> None:
         """Check the ranges and that patience has a metric to look at."""
-        every = self.every
-        _require("every", every, "steps, a time, epochs or off", holds=every.kind != "auto")
+        try:
+            object.__setattr__(self, "every", Interval.parse(self.every))
+        except OptionError as error:
+            raise ConfigError(f"every: {error}") from error
         _at_least("batch_size", self.batch_size, 1)
         _at_least("keep_best", self.keep_best, 0)
         _at_least("patience", self.patience, 1)
@@ -219,11 +219,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check the ranges, then what this version does not serve."""
-        _require("job", repr(self.job), "file.py:Class or package.module:Class", holds=":" in self.job)
+        _require(
+            "job", repr(self.job), "file.py:Class or package.module:Class", holds=":" in self.job
+        )
         method = self.init_method
         known = method is None or method.startswith(("env://", "tcp://", "file://"))
         _require("init_method", method, "env://, tcp://host:port or file:///path", holds=known)
-        _positive("timeout", self.timeout)
         for name in self.signals:
             catchable = name in signal.Signals.__members__ and name not in _UNCATCHABLE | _FAULTS
             _require("signals", name, "names like SIGTERM or SIGUSR1", holds=catchable)
