@@ -1,0 +1,268 @@
+"""A folder as a store, by the operating system's own calls.
+
+Guarantees: a name appears with all its bytes or not at all, and what was written survives a power cut
+once the call has returned (temp file, fsync, rename or link, fsync of the folder). Of any number of
+creators, in threads, processes or hosts, one wins. Listing raises where it could not look: a folder
+that cannot be read is never taken for an empty one.
+"""
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+_TEMP: Final = ".tmp-"
+_LOCK: Final = ".lock-"
+_MOST_BUFFERS: Final = 1024
+_NO_LINKS: Final = frozenset(
+    {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+)
+
+
+class LocalBackend:
+    """The operations of a store in one folder."""
+
+    is_local = True
+
+    def __init__(self, path: str) -> None:
+        # Absolute at once: a job may change its working directory.
+        self.root = Path(path).expanduser().absolute()
+
+    def check(self) -> None:
+        """Make the folder if need be, and put a file in it and away again."""
+        if self.root.exists() and not self.root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "found a file", str(self.root))
+        self.root.mkdir(parents=True, exist_ok=True)
+        temp = self._temp(self.root / "check")
+        temp.touch()
+        temp.unlink()
+
+    def write(self, name: str, chunks: Sequence[memoryview]) -> None:
+        """Replace by rename."""
+        path = self.root / name
+        with self._written(path, chunks) as temp:
+            temp.replace(path)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Create by hard link, which fails where the name is taken."""
+        path = self.root / name
+        if path.exists():
+            return False
+        with self._written(path, [memoryview(data)]) as temp:
+            try:
+                path.hardlink_to(temp)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                return self._create_in_place(path, data)
+        return True
+
+    @staticmethod
+    def _create_in_place(path: Path, data: bytes) -> bool:
+        """For file systems without hard links: exclusive, but a kill may leave a torn object."""
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            return False
+        try:
+            _write_all(fd, [memoryview(data)])
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return True
+
+    def swap(self, name: str, data: bytes, tag: str | None) -> str | None:
+        """Compare and replace under a lock; the tag is a hash of the content."""
+        if tag is None:
+            return _tag(data) if self.create(name, data) else None
+        path = self.root / name
+        with self._locked(path):
+            try:
+                if _tag(path.read_bytes()) != tag:
+                    return None
+            except FileNotFoundError:
+                return None
+            self.write(name, [memoryview(data)])
+        return _tag(data)
+
+    def read(self, name: str, limit_bytes: int | None) -> bytes:
+        """Read from the beginning."""
+        with (self.root / name).open("rb") as file:
+            return file.read() if limit_bytes is None else file.read(limit_bytes)
+
+    def read_tagged(self, name: str) -> tuple[bytes, str]:
+        """Read all; the tag is a hash of the content."""
+        data = (self.root / name).read_bytes()
+        return data, _tag(data)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+        """Read straight into the buffer."""
+        fd = os.open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < buffer.nbytes:
+                count = os.preadv(fd, [buffer[done:]], start + done)
+                if not count:
+                    break
+                done += count
+            return done
+        finally:
+            os.close(fd)
+
+    def size(self, name: str) -> int:
+        """Ask the file system."""
+        path = self.root / name
+        if path.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "found a folder", str(path))
+        return path.stat().st_size
+
+    def names(self, prefix: str) -> list[str]:
+        """Walk the folder that the prefix lies in."""
+        folder = prefix.rpartition("/")[0]
+        return [name for name in self._walk(folder) if name.startswith(prefix)]
+
+    def _walk(self, folder: str) -> Iterator[str]:
+        for entry in self._entries(folder):
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_dir():
+                yield from self._walk(name)
+            else:
+                yield name
+
+    def _entries(self, folder: str) -> list["os.DirEntry[str]"]:
+        try:
+            with os.scandir(self.root / folder) as found:
+                return [entry for entry in found if not entry.name.startswith((_TEMP, _LOCK))]
+        except FileNotFoundError:
+            return []
+
+    def children(self, folder: str) -> list[str]:
+        """List one folder."""
+        return [entry.name for entry in self._entries(folder)]
+
+    def delete(self, name: str) -> None:
+        """Unlink."""
+        (self.root / name).unlink(missing_ok=True)
+
+    def delete_tree(self, folder: str) -> None:
+        """Remove; somebody else may be removing it, too."""
+        path = self.root / folder
+        for _ in range(10):
+            try:
+                shutil.rmtree(path)
+            except FileNotFoundError:
+                if path.exists():
+                    continue
+            return
+
+    def appender(self, name: str) -> "LocalAppender":
+        """Open for appending."""
+        path = self.root / name
+        self._make_folder(path.parent)
+        return LocalAppender(path)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    # ------------------------------------------------------------------------------------- writing
+    @contextmanager
+    def _written(self, path: Path, chunks: Sequence[memoryview]) -> Iterator[Path]:
+        """A synced temp file beside `path`, to be renamed or linked inside; gone afterwards."""
+        self._make_folder(path.parent)
+        temp = self._temp(path)
+        try:
+            fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                _write_all(fd, chunks)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            yield temp
+        finally:
+            temp.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+
+    @staticmethod
+    def _temp(path: Path) -> Path:
+        return path.with_name(f"{_TEMP}{os.getpid()}-{secrets.token_hex(6)}")
+
+    def _make_folder(self, folder: Path) -> None:
+        made = []
+        while not folder.is_dir():
+            made.append(folder)
+            folder = folder.parent
+        for new in reversed(made):
+            new.mkdir(exist_ok=True)
+            # Without this a power cut may lose the folder with all that was synced in it.
+            _sync_folder(new.parent)
+
+    @contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        """Alone among threads, processes and, where the file system locks for them, hosts."""
+        self._make_folder(path.parent)
+        lock = path.with_name(_LOCK + path.name)
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+
+class LocalAppender:
+    """One growing file, held open: a line costs one write."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o666)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append in one write."""
+        return os.write(self._fd, data)
+
+    def sync(self) -> None:
+        """Wait for the disk."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _write_all(fd: int, chunks: Sequence[memoryview]) -> None:
+    """Write all chunks, however much the kernel takes at a time."""
+    at = 0
+    done = 0
+    while at < len(chunks):
+        batch = [chunks[at][done:], *chunks[at + 1 : at + _MOST_BUFFERS]]
+        done += os.writev(fd, batch)
+        while at < len(chunks) and done >= chunks[at].nbytes:
+            done -= chunks[at].nbytes
+            at += 1
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network and user-space file systems cannot sync a folder; they order it themselves.
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}:
+            raise
+    finally:
+        os.close(fd)
+
+
+def _tag(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)

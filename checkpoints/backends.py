@@ -1,0 +1,276 @@
+"""What a store's back end has to do, what its errors mean, and which back end serves a URL.
+
+One classification judges the errors of every file system and client library, over the whole chain of
+causes: the same fault comes as an OSError from one library and as a class of its own from the next.
+Back ends raise whatever their library raises; the store maps it.
+"""
+
+import errno
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum, auto
+from typing import Final, Protocol
+
+from checkpoints.errors import PermanentStoreError
+from checkpoints.redaction import redact, redact_url, secret_values
+
+
+class Appender(Protocol):
+    """One file that grows; made by back ends that can append."""
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append in one write, without fsync; how many bytes were taken."""
+
+    def sync(self) -> None:
+        """Return when all that was written would survive a power cut."""
+
+    def close(self) -> None:
+        """Let the file go."""
+
+
+class Backend(Protocol):
+    """The operations under one URL; names are relative to it and were checked by the store."""
+
+    is_local: bool
+
+    def check(self) -> None:
+        """Raise unless the URL can be reached (and, where that is cheap to see, written)."""
+
+    def write(self, name: str, chunks: Sequence[memoryview]) -> None:
+        """Replace an object: readers see the old or the new bytes, never a mixture."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Create an object; False where there is one by that name."""
+
+    def swap(self, name: str, data: bytes, tag: str | None) -> str | None:
+        """Replace the object that has `tag` (None: that is missing); its new tag, or None."""
+
+    def read(self, name: str, limit_bytes: int | None) -> bytes:
+        """The bytes of an object, at most `limit_bytes` of them."""
+
+    def read_tagged(self, name: str) -> tuple[bytes, str]:
+        """The bytes of an object and the tag that `swap` takes."""
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+        """Fill `buffer` from `start`; how many bytes there were."""
+
+    def size(self, name: str) -> int:
+        """The object's size in bytes."""
+
+    def names(self, prefix: str) -> list[str]:
+        """All names that begin with `prefix`, in no order."""
+
+    def children(self, folder: str) -> list[str]:
+        """What lies directly in a folder, in no order; nothing where it is missing."""
+
+    def delete(self, name: str) -> None:
+        """Delete an object; one that is missing is fine."""
+
+    def delete_tree(self, folder: str) -> None:
+        """Delete a folder and all in it; one that is missing is fine."""
+
+    def appender(self, name: str) -> Appender | None:
+        """A growing file, or None where the store has none."""
+
+    def close(self) -> None:
+        """Let connections go."""
+
+
+# --------------------------------------------------------------------------------- what errors mean
+class Verdict(Enum):
+    """What an error means for the one who asked."""
+
+    MISSING = auto()
+    EXISTS = auto()
+    FULL = auto()
+    TRANSIENT = auto()
+    PERMANENT = auto()
+
+
+_CODES: Final[Mapping[str, Verdict]] = {
+    "PreconditionFailed": Verdict.EXISTS,
+    "BlobAlreadyExists": Verdict.EXISTS,
+    "ConditionNotMet": Verdict.EXISTS,
+    "NoSuchKey": Verdict.MISSING,
+    "NoSuchVersion": Verdict.MISSING,
+    "BlobNotFound": Verdict.MISSING,
+    "NoSuchBucket": Verdict.PERMANENT,
+    "ContainerNotFound": Verdict.PERMANENT,
+    "NoSuchUpload": Verdict.TRANSIENT,
+    "ConditionalRequestConflict": Verdict.TRANSIENT,
+    "OperationAborted": Verdict.TRANSIENT,
+    "RequestTimeout": Verdict.TRANSIENT,
+    "IncompleteBody": Verdict.TRANSIENT,
+    "BadDigest": Verdict.TRANSIENT,
+    "XAmzContentSHA256Mismatch": Verdict.TRANSIENT,
+    "QuotaExceeded": Verdict.FULL,
+    "XMinioStorageFull": Verdict.FULL,
+    "InsufficientStorage": Verdict.FULL,
+}
+_CODES_BUSY: Final = re.compile(r"SlowDown|Unavailable|InternalError|Throttl|TooManyRequests|Busy")
+_STATUSES: Final[Mapping[int, Verdict]] = {
+    404: Verdict.MISSING,
+    408: Verdict.TRANSIENT,
+    409: Verdict.TRANSIENT,
+    412: Verdict.EXISTS,
+    425: Verdict.TRANSIENT,
+    429: Verdict.TRANSIENT,
+    507: Verdict.FULL,
+}
+_TRANSIENT_CLASSES: Final = frozenset(
+    {
+        "ClientConnectionError",
+        "ClientPayloadError",
+        "ConnectionError",
+        "EndpointConnectionError",
+        "FSTimeoutError",
+        "HTTPClientError",
+        "IncompleteRead",
+        "IncompleteReadError",
+        "ProxyError",
+        "ResponseParserError",
+        "ServerDisconnectedError",
+        "ServiceRequestError",
+        "ServiceResponseError",
+        "TimeoutError",
+        "gaierror",
+    }
+)
+_CLASSES: Final[Mapping[str, Verdict]] = {
+    "ResourceExistsError": Verdict.EXISTS,
+    "ResourceModifiedError": Verdict.EXISTS,
+    "FileExistsError": Verdict.EXISTS,
+    "ResourceNotFoundError": Verdict.MISSING,
+    "FileNotFoundError": Verdict.MISSING,
+    "PermissionError": Verdict.PERMANENT,
+    **dict.fromkeys(_TRANSIENT_CLASSES, Verdict.TRANSIENT),
+}
+_ERRNOS: Final[Mapping[int, Verdict]] = {
+    errno.ENOSPC: Verdict.FULL,
+    errno.EDQUOT: Verdict.FULL,
+    **dict.fromkeys(
+        (
+            errno.EAGAIN,
+            errno.EBUSY,
+            errno.EHOSTDOWN,
+            errno.EHOSTUNREACH,
+            errno.EINTR,
+            errno.EIO,
+            errno.ENETDOWN,
+            errno.ENETUNREACH,
+            errno.ENOLCK,
+            errno.EREMOTEIO,
+            errno.ESTALE,
+            errno.ETIMEDOUT,
+        ),
+        Verdict.TRANSIENT,
+    ),
+}
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and its causes; a context is left out, since it may be the caller's own trouble."""
+    link: BaseException | None = error
+    for _ in range(20):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__
+
+
+def error_code(error: BaseException) -> str | None:
+    """The vendor's own code for the error, e.g. NoSuchBucket; None where there is none."""
+    for link in _causes(error):
+        response = getattr(link, "response", None)
+        inner = response.get("Error") if isinstance(response, Mapping) else None
+        code = (
+            inner.get("Code") if isinstance(inner, Mapping) else getattr(link, "error_code", None)
+        )
+        if isinstance(code, Enum):
+            code = code.value
+        if isinstance(code, str) and code and not code.isdigit():
+            return code
+    return None
+
+
+def http_status(error: BaseException) -> int | None:
+    """The HTTP status that the error stands for; None where there is none."""
+    for link in _causes(error):
+        response = getattr(link, "response", None)
+        if isinstance(response, Mapping):
+            meta = response.get("ResponseMetadata")
+            found = meta.get("HTTPStatusCode") if isinstance(meta, Mapping) else None
+        else:
+            found = next(
+                (
+                    value
+                    for key in ("status_code", "status", "code")
+                    if str(value := getattr(link, key, "")).isdigit()
+                ),
+                None,
+            )
+        if found is not None and 300 <= int(found) < 600:
+            return int(found)
+    return None
+
+
+def classify(error: BaseException) -> Verdict:
+    """What an error of any back end means: codes count before statuses, classes and errnos."""
+    code = error_code(error)
+    if code is not None:
+        if code in _CODES:
+            return _CODES[code]
+        if _CODES_BUSY.search(code):
+            return Verdict.TRANSIENT
+    status = http_status(error)
+    if status is not None:
+        return _STATUSES.get(status, Verdict.TRANSIENT if status >= 500 else Verdict.PERMANENT)
+    verdict = Verdict.PERMANENT
+    # The cause knows better than what it was wrapped in.
+    for link in _causes(error):
+        names = [base.__name__ for base in type(link).__mro__]
+        known = next((_CLASSES[name] for name in names if name in _CLASSES), None)
+        if known is None and isinstance(link, OSError) and link.errno is not None:
+            known = _ERRNOS.get(link.errno)
+        verdict = known or verdict
+    return verdict
+
+
+def hint(error: BaseException) -> str:
+    """The way out that belongs to an error which no retry can cure."""
+    code, status = error_code(error), http_status(error)
+    if code in {"NoSuchBucket", "ContainerNotFound"}:
+        return "; create the bucket, or correct the URL"
+    if isinstance(error, PermissionError) or status in {401, 403} or "Credentials" in repr(error):
+        return "; check the credentials and what they may do"
+    if isinstance(error, ImportError):
+        return "; install the file system's package, e.g. pip install 'elastic-trainer[s3]'"
+    if isinstance(error, NotADirectoryError | FileExistsError):
+        return "; a folder of that name is needed there"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------- by the URL
+_REMOTE: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:::|://)")
+_LOCAL: Final = re.compile(r"(?:file|local)://", re.IGNORECASE)
+
+
+def open_backend(url: str, options: Mapping[str, object]) -> Backend:
+    """The back end for a URL; a local folder never loads fsspec.
+
+    Raises:
+        PermanentStoreError: Nothing serves such a URL, or the package that does is not installed.
+    """
+    if not url.strip() or "\0" in url:
+        raise PermanentStoreError(f"store: found {url!r}, expected a folder or a URL")
+    if _LOCAL.match(url) or not _REMOTE.match(url):
+        from checkpoints.backend_local import LocalBackend
+
+        return LocalBackend(_LOCAL.sub("", url, count=1))
+    from checkpoints.backend_fsspec import open_remote
+
+    try:
+        return open_remote(url, options)
+    except (ImportError, ValueError, TypeError) as error:
+        reason = redact(str(error), secret_values(url, options))
+        raise PermanentStoreError(f"{redact_url(url)}: {reason}{hint(error)}") from None

@@ -1,0 +1,320 @@
+"""One run's URL: the only door to files and objects, to fsspec and to tenacity.
+
+Promises: `put` replaces a whole object or nothing; `put_new` creates it for exactly one of many
+writers, also where the reply is lost; every error is one of `checkpoints.errors`, told in one line
+without credentials; transient ones are retried here and nowhere else (exponential, jittered, bounded by
+time). No listing is ever served from a cache. Any thread may call.
+"""
+
+import builtins
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, ParamSpec, TypeAlias, TypeVar
+
+import tenacity
+
+from checkpoints.backends import (
+    Appender,
+    Backend,
+    Verdict,
+    classify,
+    error_code,
+    hint,
+    open_backend,
+)
+from checkpoints.errors import (
+    DamagedError,
+    ObjectMissingError,
+    PermanentStoreError,
+    RecordError,
+    StoreError,
+    StoreFullError,
+    TransientStoreError,
+)
+from checkpoints.layout import check_name, redact_url
+from checkpoints.redaction import redact, secret_values
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Buffers: TypeAlias = Buffer | Sequence[Buffer]
+
+_FIRST_WAIT_S: Final = 0.2
+_LONGEST_WAIT_S: Final = 10.0
+_LARGEST_NEW: Final = 4 << 20
+"""Exclusive creation has to be one request: conditions on multipart uploads do not hold everywhere."""
+
+
+def open_store(
+    url: str,
+    storage_options: Mapping[str, object] | None = None,
+    *,
+    retry_s: float = 60.0,
+    sleep: Callable[[float], None] = time.sleep,
+) -> "Store":
+    """Open the store at a URL; nothing is asked of it yet.
+
+    Args:
+        url: A folder, or anything fsspec knows, e.g. s3://bucket/run-42.
+        storage_options: Arguments of the fsspec file system.
+        retry_s: How long a transient error is retried.
+        sleep: Waits between two tries.
+
+    Raises:
+        PermanentStoreError: Nothing serves such a URL, or its package is not installed.
+    """
+    options = dict(storage_options or {})
+    backend = open_backend(url, options)
+    secrets = secret_values(url, options)
+    return Store(url, backend, secrets=secrets, retry_s=retry_s, sleep=sleep)
+
+
+class Store:
+    """The objects under one URL; names are relative to it, with `/` between components."""
+
+    def __init__(
+        self,
+        url: str,
+        backend: Backend,
+        *,
+        secrets: frozenset[str] = frozenset(),
+        retry_s: float = 60.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.url = url.rstrip("/") or "/"
+        """The URL as it was given: it may hold credentials."""
+        self.display_url = redact(redact_url(self.url), secrets)
+        """The URL as it may be shown."""
+        self.is_local = backend.is_local
+        self._backend = backend
+        self._secrets = secrets
+        self._retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(lambda error: classify(error) is Verdict.TRANSIENT),
+            wait=tenacity.wait_random_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
+            stop=tenacity.stop_before_delay(retry_s),
+            sleep=sleep,
+            before_sleep=self._tell_retry,
+            reraise=True,
+        )
+
+    def __repr__(self) -> str:
+        return f"Store({self.display_url!r})"
+
+    @property
+    def can_append(self) -> bool:
+        """Whether files can grow here."""
+        return self._backend.is_local
+
+    # ------------------------------------------------------------------------------------- writing
+    def check(self) -> None:
+        """See whether the URL can be reached; a local folder is made where it is missing.
+
+        Raises:
+            PermanentStoreError: Credentials, a missing bucket, a path that is no folder.
+            TransientStoreError: It could not be reached in time.
+        """
+        self._ask("check", "", self._backend.check, writes=True)()
+
+    def put(self, name: str, data: Buffers) -> None:
+        """Replace an object atomically and durably."""
+        self._ask("write", check_name(name), self._backend.write, writes=True)(name, _views(data))
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Create an object exclusively: True if it is ours, False if somebody else's.
+
+        `data` has to hold a random token: "it exists" is believed only after reading it back, because
+        a lost reply and a retry turn one's own success into that.
+        """
+        if not 0 < len(data) <= _LARGEST_NEW:
+            raise PermanentStoreError(
+                f"{self._place(name)}: found {len(data)} bytes to create exclusively, expected 1 "
+                f"to {_LARGEST_NEW}"
+            )
+        create = self._ask("create", check_name(name), self._backend.create, writes=True)
+        for _ in range(3):
+            if create(name, data):
+                return True
+            with contextlib.suppress(ObjectMissingError):
+                return self.get(name) == data
+            # Whoever had it has deleted it in between: the name is free again.
+        raise TransientStoreError(f"{self._place(name)}: appears and vanishes while being created")
+
+    def put_if(self, name: str, data: bytes, tag: str | None) -> str | None:
+        """Compare and set: replace the object that has `tag`; its new tag, or None if that lost.
+
+        Args:
+            name: The object.
+            data: Its new bytes, small, holding a random token.
+            tag: What `get_tagged` or the last `put_if` gave; None: it must not exist.
+        """
+        swap = self._ask("replace", check_name(name), self._backend.swap, writes=True)
+        new = swap(name, data, tag)
+        if new is None:
+            # As in put_new: our own first try may have won without our knowing.
+            found = self.get_tagged(name)
+            if found is not None and found[0] == data:
+                return found[1]
+        return new
+
+    def append(self, name: str, data: bytes) -> None:
+        """Append in one write, without waiting for the disk; only where `can_append`."""
+        appender = self.appender(name)
+        try:
+            self._ask("append", name, appender.write, writes=True)(data)
+        finally:
+            appender.close()
+
+    def appender(self, name: str) -> Appender:
+        """A growing file, held open; only where `can_append`."""
+        opened = self._ask("append", check_name(name), self._backend.appender, writes=True)(name)
+        if opened is None:
+            raise PermanentStoreError(f"{self._place(name)}: files cannot grow in this store")
+        return opened
+
+    def delete(self, name: str) -> None:
+        """Delete an object; one that is missing is fine."""
+        self._ask("delete", check_name(name), self._backend.delete)(name)
+
+    def delete_tree(self, prefix: str) -> None:
+        """Delete a folder and all in it; one that is missing is fine."""
+        folder = prefix.rstrip("/")
+        self._ask("delete", check_name(folder), self._backend.delete_tree)(folder)
+
+    # ------------------------------------------------------------------------------------- reading
+    def get(self, name: str, *, limit_bytes: int | None = None) -> bytes:
+        """The bytes of an object.
+
+        Raises:
+            ObjectMissingError: There is none.
+            RecordError: It is larger than `limit_bytes`; no more than that was read.
+        """
+        more = None if limit_bytes is None else limit_bytes + 1
+        data = self._ask("read", check_name(name), self._backend.read)(name, more)
+        if limit_bytes is not None and len(data) > limit_bytes:
+            raise RecordError(
+                f"{self._place(name)}: found more than {limit_bytes} bytes, expected at most that"
+            )
+        return data
+
+    def get_tagged(self, name: str) -> tuple[bytes, str] | None:
+        """The bytes of an object and the tag for `put_if`; None where it is missing."""
+        with contextlib.suppress(ObjectMissingError):
+            return self._ask("read", check_name(name), self._backend.read_tagged)(name)
+        return None
+
+    def get_range(self, name: str, start: int, length: int) -> bytes:
+        """Up to `length` bytes from `start`; fewer where the object ends."""
+        buffer = bytearray(length)
+        count = self._read_into(name, start, memoryview(buffer))
+        return bytes(memoryview(buffer)[:count])
+
+    def readinto(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `start`.
+
+        Raises:
+            DamagedError: The object ends before that.
+        """
+        count = self._read_into(name, start, buffer)
+        if count != buffer.nbytes:
+            raise DamagedError(
+                f"{self._place(name)}: found {count} bytes at {start}, expected {buffer.nbytes}: "
+                "the file is truncated"
+            )
+
+    def _read_into(self, name: str, start: int, buffer: memoryview) -> int:
+        if not buffer.nbytes:
+            return 0
+        flat = buffer.cast("B")
+        return self._ask("read", check_name(name), self._backend.read_into)(name, start, flat)
+
+    def size(self, name: str) -> int:
+        """The size of an object in bytes, or ObjectMissingError."""
+        return self._ask("look", check_name(name), self._backend.size)(name)
+
+    def exists(self, name: str) -> bool:
+        """Whether there is an object by that name; never an answer from memory."""
+        try:
+            self.size(name)
+        except ObjectMissingError:
+            return False
+        return True
+
+    def children(self, prefix: str) -> builtins.list[str]:
+        """What lies directly in the folder `prefix` ("" is the URL itself), sorted."""
+        folder = prefix.rstrip("/")
+        if folder:
+            check_name(folder)
+        return sorted(set(self._ask("list", folder, self._backend.children)(folder)))
+
+    def list(self, prefix: str = "") -> builtins.list[str]:
+        """All names that begin with `prefix`, at any depth, sorted."""
+        if prefix.rstrip("/"):
+            check_name(prefix.rstrip("/"))
+        return sorted(self._ask("list", prefix, self._backend.names)(prefix))
+
+    def close(self) -> None:
+        """Let connections go; the store may still be used and will open new ones."""
+        self._backend.close()
+
+    # -------------------------------------------------------------------------------------- errors
+    def _ask(
+        self, action: str, name: str, call: Callable[P, T], *, writes: bool = False
+    ) -> Callable[P, T]:
+        """The call with retries and with its errors mapped; the types stay the call's own."""
+
+        def asked(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return self._retrying(call, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001  # libraries raise anything; all of it is mapped
+                mapped = self._mapped(action, name, error, writes=writes)
+                # A chained error is shown with its text: never one that holds a secret.
+                text = "".join(str(link) for link in (error, error.__cause__))
+                raise mapped from (error if redact(text, self._secrets) == text else None)
+
+        return asked
+
+    def _mapped(
+        self, action: str, name: str, error: Exception, *, writes: bool
+    ) -> StoreError | ObjectMissingError:
+        verdict = classify(error)
+        place = self._place(name)
+        if verdict is Verdict.MISSING and not writes:
+            return ObjectMissingError(f"{place}: there is no such object")
+        reason = " ".join(redact(str(error), self._secrets).split()) or "no reason given"
+        code = error_code(error)
+        known = f" ({code})" if code and code not in reason else ""
+        line = f"{place}: {action} failed: {type(error).__name__}: {reason}{known}"
+        if verdict is Verdict.TRANSIENT:
+            tries = self._retrying.statistics.get("attempt_number", 1)
+            return TransientStoreError(f"{line}; given up after {tries} tries")
+        if verdict is Verdict.FULL:
+            return StoreFullError(f"{line}; the store is full: make room, or raise the quota")
+        return PermanentStoreError(line + hint(error))
+
+    def _tell_retry(self, state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if error is None:
+            return
+        logger.log(
+            logging.WARNING if state.attempt_number == 1 else logging.INFO,
+            "%s: try %d failed (%s: %s), trying again in %.1f s",
+            self.display_url,
+            state.attempt_number,
+            type(error).__name__,
+            " ".join(redact(str(error), self._secrets).split()),
+            state.upcoming_sleep,
+        )
+
+    def _place(self, name: str) -> str:
+        return f"{self.display_url}/{name}" if name else self.display_url
+
+
+def _views(data: Buffers) -> builtins.list[memoryview]:
+    """Flat views of the bytes; empty ones are left out, since they cannot be cast."""
+    chunks = [data] if isinstance(data, bytes | bytearray | memoryview) else data
+    views = [memoryview(chunk) for chunk in chunks]
+    return [view.cast("B") for view in views if view.nbytes]
