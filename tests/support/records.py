@@ -230,6 +230,18 @@ def events(url: Path, kind: str) -> list[Record]:
     return [line for line in journal(url) if line["event"] == kind]
 
 
+def step_events(url: Path) -> list[Record]:
+    """The journal's line of each step of the lineage, in order."""
+    spans = lineage(url)
+
+    def counts(line: Record) -> bool:
+        return any(
+            s.generation == line["generation"] and s.first <= line["step"] <= s.last for s in spans
+        )
+
+    return [line for line in events(url, "step") if counts(line)]
+
+
 def all_text(url: Path) -> str:
     """Everything readable at the URL, to look for what must not be there."""
     texts = [str(path) for path in sorted(url.rglob("*"))]

@@ -119,6 +119,14 @@ def test_events_come_by_generation_and_in_their_order(url: Path) -> None:
     assert [event["n"] for event in records.events(url, "fault")] == [1, 2]
 
 
+def test_of_a_step_that_was_done_twice_the_journal_line_in_the_lineage_counts(url: Path) -> None:
+    for generation, steps in ((1, (1, 2, 3)), (3, (2, 3))):
+        lines = [{"event": "step", "generation": generation, "step": step} for step in steps]
+        write(url / f"journal/{generation:06d}.jsonl", *lines)
+    found = [(event["generation"], event["step"]) for event in records.step_events(url)]
+    assert found == [(1, 1), (3, 2), (3, 3)]
+
+
 def test_nothing_there_reads_as_nothing(tmp_path: Path) -> None:
     assert records.lineage(tmp_path) == []
     assert records.audit(tmp_path) == []
