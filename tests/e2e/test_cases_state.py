@@ -1,0 +1,117 @@
+"""Public cases on what a checkpoint must hold: C37, C38, C43, C44."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.support import records
+from tests.support.cases import (
+    EACH_STEP,
+    REL,
+    SLOW,
+    kill_after,
+    run_once,
+    tracer,
+    weight,
+)
+from tests.support.cluster import Cluster
+
+
+def test_c37_the_cosine_rate_goes_on_after_a_resume(cluster: Cluster) -> None:
+    overrides = (
+        "args.n=400",
+        "train.epochs=1",
+        "train.global_batch_size=4",
+        "checkpoint.every=45 steps",
+        "train.step_delay=0.03",
+    )
+    cluster.start(tracer("Cosine"), *overrides, max_restarts=1)
+    kill_after(cluster, 45)
+    cluster.complete()
+    events = records.step_events(cluster.url)
+    assert events[45]["generation"] > events[44]["generation"]
+    rates = [event["lr"] for event in events]
+    assert rates[45] == pytest.approx(0.000578217232520116, rel=1e-12)
+    assert rates[46] == pytest.approx(0.000562666616782152, rel=1e-12)
+    assert rates[99] == pytest.approx(2.467198e-07, rel=1e-6)
+    closed_form = [0.0005 * (1 + math.cos(math.pi * t / 100)) for t in range(100)]
+    assert rates == pytest.approx(closed_form, rel=1e-9)
+
+
+def test_c37_a_schedule_by_epochs_goes_on_after_kills_inside_epochs(cluster: Cluster) -> None:
+    overrides = (*EACH_STEP, SLOW, "args.n=8", "train.epochs=6", "train.global_batch_size=4")
+    cluster.start(tracer("MultiStep"), *overrides, max_restarts=3)
+    for epoch in (2, 3, 4):
+        kill_after(cluster, 2 * epoch + 1)
+    summary = cluster.complete()
+    assert summary["restarts"] == 3
+    rates = [event["lr"] for event in records.step_events(cluster.url)]
+    assert rates == pytest.approx([100.0] * 8 + [10.0] * 4, rel=1e-12)
+
+
+def test_c38_adams_moments_come_back(cluster: Cluster) -> None:
+    overrides = (*EACH_STEP, SLOW, "args.n=32", "train.epochs=1", "train.global_batch_size=4")
+    cluster.start(tracer("AdamScalar"), *overrides, max_restarts=1)
+    kill_after(cluster, 4)
+    cluster.complete()
+    weights = [weight(cluster.url, step) for step in range(4, 9)]
+    expected = [0.6039391, 0.5079637, 0.4142365, 0.3234208, 0.2362638]
+    assert weights == pytest.approx(expected, rel=REL)
+    assert records.committed_steps(cluster.url)[4].generation > 1
+
+
+def test_c43_best_and_patience_are_remembered(cluster: Cluster) -> None:
+    overrides = (
+        *EACH_STEP,
+        SLOW,
+        "args.n=8",
+        "args.steps_per_epoch=2",
+        "train.epochs=6",
+        "train.global_batch_size=4",
+        "eval.monitor=score",
+        "eval.mode=min",
+        "eval.patience=3",
+    )
+    cluster.start(tracer("Scored"), *overrides, max_restarts=5)
+    for epoch in range(5):
+        kill_after(cluster, 2 * epoch + 1)
+    assert cluster.finish() == [0]
+    summary = records.summary(cluster.url)
+    assert summary["status"] == "stopped"
+    assert summary["steps"] == 10
+    assert summary["restarts"] == 5
+    assert (summary["best"]["metric"], summary["best"]["value"]) == ("score", 3.0)
+    assert summary["best"]["step"] == 4
+    best = records.parse_state(summary["best"]["checkpoint"])
+    assert best in records.checkpoints(cluster.url)
+
+
+def contents(url: Path) -> dict[str, bytes]:
+    """Every file at the URL."""
+    files = (path for path in url.rglob("*") if path.is_file())
+    return {str(path.relative_to(url)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize(
+    ("change", "telling"),
+    [
+        ("args.width=8", ("layer.weight", "(4, 1)", "(8, 1)", "more")),
+        ("args.name=other", ("layer.weight", "missing")),
+        ("args.extra=false", ("extra.", "missing")),
+    ],
+)
+def test_c44_a_changed_model_is_refused(
+    cluster: Cluster, change: str, telling: tuple[str, ...]
+) -> None:
+    overrides = ("args.n=8", "train.epochs=1", "train.global_batch_size=4")
+    run_once(cluster, tracer("Shaped"), *overrides, nproc=1)
+    before = contents(cluster.url)
+    agent = cluster.start(tracer("Shaped"), *overrides, "train.epochs=2", change, max_restarts=3)
+    assert agent.wait(60) != 0
+    lines = [line for line in agent.output().splitlines() if telling[0] in line]
+    assert len(lines) == 1, agent.tail()
+    for part in telling:
+        assert part in lines[0]
+    assert "Traceback" not in agent.output()
+    assert contents(cluster.url) == before
