@@ -6,11 +6,8 @@ without pickle; the held-out images are pinned in the file, ten classes of equal
 
 from __future__ import annotations
 
-import json
-import math
-import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +17,7 @@ from torch.utils.data import Dataset
 from jobs.errors import JobError
 from jobs.job import Job, Mean
 from jobs.schedule import warmup_cosine
+from jobs.tensors import read_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from jobs.job import Optimizers
 
 DATA = Path(__file__).parent / "data" / "digits.safetensors"
-MAX_HEADER_BYTES = 1 << 16
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -111,12 +108,12 @@ class Digits(Job):
 
     def dataset(self) -> Images:
         """The 1437 training images."""
-        data = read_tensors(DATA)
+        data = read_tensors(DATA).tensors
         return Images(data["train_images"], data["train_labels"], shift=self.augment)
 
     def eval_dataset(self) -> Images:
         """The 360 held-out images, 36 of each digit."""
-        data = read_tensors(DATA)
+        data = read_tensors(DATA).tensors
         return Images(data["heldout_images"], data["heldout_labels"])
 
     def collate(self, items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
@@ -154,43 +151,3 @@ class Digits(Job):
         hits = (logits.argmax(1) == labels).sum()
         loss = F.cross_entropy(logits, labels, reduction="sum")
         return {"accuracy": Mean(hits, len(labels)), "loss": Mean(loss, len(labels))}
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the byte tensors of a small safetensors file; runs nothing that stands in it.
-
-    Raises:
-        JobError: The file is missing or is no such file.
-    """
-    try:
-        data = bytearray(path.read_bytes())
-    except OSError as error:
-        raise JobError(
-            f"{path}: cannot be read ({error.strerror}); install the project again"
-        ) from error
-    try:
-        size = _header_bytes(data)
-        header: dict[str, Any] = json.loads(data[8 : 8 + size])
-        header.pop("__metadata__", None)
-        return {name: _read_tensor(data, 8 + size, entry) for name, entry in header.items()}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise JobError(f"{path}: not a whole safetensors file of bytes ({error})") from error
-
-
-def _header_bytes(data: bytearray) -> int:
-    """Read the length of the header; one that cannot be is a ValueError."""
-    size: int = struct.unpack_from("<Q", data)[0]
-    if size > MAX_HEADER_BYTES:
-        raise ValueError(f"found a header of {size} bytes, expected at most {MAX_HEADER_BYTES}")
-    return size
-
-
-def _read_tensor(data: bytearray, base: int, entry: Mapping[str, Any]) -> Tensor:
-    """View one tensor's bytes; whatever does not fit is a ValueError."""
-    start, stop = entry["data_offsets"]
-    shape = [int(length) for length in entry["shape"]]
-    if entry["dtype"] != "U8" or not 0 <= start < stop or math.prod(shape) != stop - start:
-        raise ValueError(f"found the entry {dict(entry)}, expected U8 and a fitting size")
-    return torch.frombuffer(data, dtype=torch.uint8, count=stop - start, offset=base + start).view(
-        shape
-    )
