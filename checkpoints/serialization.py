@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALIGNMENT",
     "JSON",
+    "MAX_STATE_BYTES",
     "METADATA",
     "Header",
     "TensorSpec",
@@ -50,6 +51,7 @@ __all__ = [
     "decode_state",
     "encode",
     "encode_header",
+    "encode_index",
     "encode_state",
     "header_bytes",
     "join",
@@ -327,3 +329,11 @@ def decode_state(data: bytes, *, where: str = "state.json") -> dict[str, JSON]:
         DamagedError: They are no JSON object of the kind that is written here.
     """
     return parse(data, where, limit_bytes=MAX_STATE_BYTES, error=DamagedError)
+
+
+def encode_index(files: Mapping[str, Mapping[str, Tensor]]) -> bytes:
+    """The index of tensors that are split over several files, as Hugging Face writes it."""
+    sizes = [t.numel() * t.element_size() for tensors in files.values() for t in tensors.values()]
+    weights = {name: file for file, tensors in files.items() for name in tensors}
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weights}
+    return json.dumps(index, indent=2).encode("ascii")

@@ -1,0 +1,118 @@
+"""A snapshot made durable: its files, their checksums, and the manifest last.
+
+Promises: a reader never sees half a checkpoint, because only the exclusive creation of the manifest
+makes it one, and that comes after every file is in the store under its full size and after the fence
+has been asked. What a failed attempt has written is taken away again, unless the manifest may exist.
+Needs no torch: a snapshot is bytes by now.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from checkpoints.errors import CheckpointError, DamagedError, ObjectMissingError
+from checkpoints.layout import FileEntry, Manifest, PartSum, is_void
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from checkpoints.buffers import Snapshot
+    from checkpoints.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+def write(
+    store: Store, snapshot: Snapshot, *, part_bytes: int, fence: Callable[[], None] | None = None
+) -> Manifest:
+    """Write all files of a snapshot and commit it. Any thread; no collectives.
+
+    Raises:
+        SupersededError, PartedError: From the fence: a newer generation was claimed.
+        CheckpointError: The store failed, or the name was swept; there is no such checkpoint, unless
+            `snapshot.is_doubtful` (then writing it again finds out).
+    """
+    if snapshot.is_released:
+        raise CheckpointError(f"checkpoint {snapshot.name}: its snapshot was released already")
+    try:
+        files = write_files(store, snapshot, part_bytes=part_bytes)
+        if fence is not None:
+            fence()
+    except CheckpointError:
+        if not snapshot.is_doubtful:
+            discard(store, snapshot)
+        raise
+    manifest = Manifest(
+        name=snapshot.name,
+        parent=snapshot.parent,
+        run_id=snapshot.run_id,
+        files=files,
+        info=snapshot.info,
+        token=snapshot.token,
+        created_at=snapshot.created_at,
+    )
+    snapshot.is_doubtful = True
+    is_ours = store.put_new(snapshot.name.manifest, manifest.to_json())
+    snapshot.is_doubtful = False
+    if not is_ours:
+        _refuse(store, snapshot, fence)
+    return manifest
+
+
+def write_files(store: Store, snapshot: Snapshot, *, part_bytes: int) -> tuple[FileEntry, ...]:
+    """Write the files, without committing them; the sums are of the memory, not of what arrived."""
+    entries = []
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
+        for file in snapshot.files:
+            sums = pool.submit(part_sums, file.data, part_bytes)
+            name = snapshot.name.file(file.name)
+            store.put(name, file.data)
+            found = store.size(name)
+            if found != file.size_bytes:
+                raise DamagedError(
+                    f"checkpoint {snapshot.name}: {file.name}: found {found} bytes in the store"
+                    f" after writing, expected {file.size_bytes}"
+                )
+            entry = FileEntry(name=file.name, size_bytes=file.size_bytes, parts=sums.result())
+            entries.append(entry)
+    return tuple(entries)
+
+
+def part_sums(data: memoryview, part_bytes: int) -> tuple[PartSum, ...]:
+    """The checksum of each part of a file."""
+    sums = []
+    for offset in range(0, data.nbytes, part_bytes):
+        part = data[offset : offset + part_bytes]
+        digest = xxhash.xxh3_128_hexdigest(part)
+        sums.append(PartSum(offset=offset, size=part.nbytes, xxh3_128=digest))
+    return tuple(sums)
+
+
+def discard(store: Store, snapshot: Snapshot) -> None:
+    """Take away what an attempt that failed has written, so that ruins do not fill the store."""
+    for file in snapshot.files:
+        try:
+            store.delete(snapshot.name.file(file.name))
+        except CheckpointError as error:
+            logger.warning(
+                "checkpoint %s: what was written of it stays until it is swept: %s",
+                snapshot.name,
+                error,
+            )
+            return
+
+
+def _refuse(store: Store, snapshot: Snapshot, fence: Callable[[], None] | None) -> None:
+    """Somebody else created the manifest: say who, best by the fence."""
+    if fence is not None:
+        fence()
+    try:
+        is_swept = is_void(store.get(snapshot.name.manifest))
+    except ObjectMissingError:
+        is_swept = True
+    reason = "was swept before it was committed" if is_swept else "was committed by another writer"
+    raise CheckpointError(f"checkpoint {snapshot.name}: {reason}; it is left as it is")
