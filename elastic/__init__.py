@@ -1,0 +1,57 @@
+"""The runner: trains a job with DDP on machines that go away, and finishes it.
+
+Everything is imported when it is first asked for, so that an error in the config does not pay for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic.core import Run as Run
+    from elastic.core import start as start
+    from elastic.errors import AttentionError as AttentionError
+    from elastic.errors import CollectiveError as CollectiveError
+    from elastic.errors import ConfigError as ConfigError
+    from elastic.errors import ElasticError as ElasticError
+    from elastic.errors import ExitCode as ExitCode
+    from elastic.errors import MeetingError as MeetingError
+    from elastic.errors import OverruledError as OverruledError
+    from elastic.errors import PreemptedError as PreemptedError
+    from elastic.errors import StartError as StartError
+    from elastic.sampler import ElasticSampler as ElasticSampler
+    from elastic.seeding import Addressed as Addressed
+    from elastic.state import TrainState as TrainState
+    from jobs.job import Job as Job
+    from jobs.job import Mean as Mean
+
+_ROOMS = {
+    "Addressed": "elastic.seeding",
+    "AttentionError": "elastic.errors",
+    "CollectiveError": "elastic.errors",
+    "ConfigError": "elastic.errors",
+    "ElasticError": "elastic.errors",
+    "ElasticSampler": "elastic.sampler",
+    "ExitCode": "elastic.errors",
+    "Job": "jobs.job",
+    "Mean": "jobs.job",
+    "MeetingError": "elastic.errors",
+    "OverruledError": "elastic.errors",
+    "PreemptedError": "elastic.errors",
+    "Run": "elastic.core",
+    "StartError": "elastic.errors",
+    "TrainState": "elastic.state",
+    "start": "elastic.core",
+}
+
+__all__ = list(_ROOMS)  # names and rooms stand in one place
+
+
+def __getattr__(name: str) -> object:
+    room = _ROOMS.get(name)
+    if room is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(room), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ROOMS})
