@@ -10,6 +10,7 @@ import json
 import pickle
 import re
 import struct
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Final
@@ -181,7 +182,9 @@ def _runs(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
 def _read_torch(data: bytes, where: str) -> dict[str, Tensor]:
     """A torch.save file, by the loader that makes plain tensors and containers alone."""
     try:
-        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols: it is read, or told below
+            content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     # What a broken or hostile pickle makes the loader stumble over is not told by its type.
     except (
         pickle.UnpicklingError,

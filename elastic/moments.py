@@ -54,7 +54,9 @@ def match_groups(
     return matched
 
 
-def _refuse_group(saved: list[list[str]], own: list[list[str]], number: int, label: str) -> NoReturn:
+def _refuse_group(
+    saved: list[list[str]], own: list[list[str]], number: int, label: str
+) -> NoReturn:
     """Name the first parameter that is not where it was."""
     places = {name: i for i, group in enumerate(saved) for name in group}
     here = {name: i for i, group in enumerate(own) for name in group}

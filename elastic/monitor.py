@@ -32,7 +32,7 @@ from typing import IO, Final, Literal
 
 from elastic.agent import is_alive, process_start
 
-__all__ = ["Fault", "Kind", "Slot", "open_slot", "previous_faults"]
+__all__ = ["Fault", "Kind", "Slot", "open_slot", "present_faults", "previous_faults"]
 
 logger = logging.getLogger(__name__)
 
@@ -202,30 +202,39 @@ def open_slot(folder: Path, local_rank: int) -> Slot:
 
 def previous_faults(folder: Path) -> list[Fault]:
     """Take what workers that are gone have left here, causes first. Any worker of the node, at its start."""
-    found = [fault for slot in _take_dead(folder) for fault in _read(slot)]
+    found = [fault for taken, slot in _take_dead(folder) for fault in _read(taken, slot)]
     return sorted(found, key=lambda fault: (fault.is_secondary, fault.time))
 
 
-def _take_dead(folder: Path) -> Iterator[Path]:
-    """Yield slots of dead workers under names of our own; a rename gives each to one worker only."""
+def present_faults(folder: Path, *, but: Path) -> list[Fault]:
+    """Look at what workers that are gone have left here, but for one slot, and leave it for those who come after."""
+    found = [fault for slot in _dead(folder) if slot != but for fault in _read(slot, slot)]
+    return sorted(found, key=lambda fault: (fault.is_secondary, fault.time))
+
+
+def _dead(folder: Path) -> Iterator[Path]:
     for slot in sorted(folder.glob("slot-*-*-*")):
         parts = slot.name.split("-")
-        if slot.suffix or not all(part.isdigit() for part in parts[1:]) or is_alive(int(parts[2]), int(parts[3])):
-            continue
+        if not slot.suffix and all(part.isdigit() for part in parts[1:]) and not is_alive(int(parts[2]), int(parts[3])):
+            yield slot
+
+
+def _take_dead(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield slots of dead workers under names of our own; a rename gives each to one worker only."""
+    for slot in _dead(folder):
         taken = slot.with_name(f"taken-{os.getpid()}-{slot.name}")
         try:
             slot.rename(taken)
         except FileNotFoundError:
             continue  # another worker of this node was faster
-        yield taken
+        yield taken, slot
         taken.unlink(missing_ok=True)
         for suffix in (".crash", ".term"):
             slot.with_suffix(suffix).unlink(missing_ok=True)
 
 
-def _read(taken: Path) -> list[Fault]:
+def _read(taken: Path, slot: Path) -> list[Fault]:
     """Read the fault of a dead worker's slot; none where it ended in order or the file makes no sense."""
-    slot = taken.with_name(taken.name.split("-", 2)[2])
     try:
         data = taken.read_bytes()
         magic, _, _, local_rank, rank, _, kills, begun, _ = _HEAD.unpack_from(data)

@@ -186,11 +186,13 @@ class Addressed(Dataset[_Sample_co]):
             dataset = self.dataset
             return [dataset[index] for index in indices]
         samples = []
+        seeds = [library.seed for library in drawn]
+        one = self._one if self._many is not None else self.dataset.__getitem__
         for index in indices:
             key = _key_in_epoch(epoch_key, index)
-            for library in drawn:
-                library.seed(key)
-            samples.append(self._one(index))
+            for seed in seeds:
+                seed(key)
+            samples.append(one(index))
         return samples
 
     def _one(self, index: int) -> _Sample_co:

@@ -1,0 +1,152 @@
+"""Signals as flags, and what an exception means: whose fault it is and whether a restart may cure it.
+
+Promises: a signal handler only sets a flag, so that nothing is cut in the middle; a peer's death is
+never told as the fault of the rank that noticed it; a user sees the traceback of their own code once.
+Which flags lead to which end is agreed by all ranks at a step boundary, in `elastic.core`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Final, NoReturn
+
+from elastic.errors import CollectiveError, ExitCode
+
+__all__ = ["Signals", "is_collective", "leave", "say_once", "user_traceback"]
+
+logger = logging.getLogger(__name__)
+
+_IMPATIENT: Final = 3
+"""At this many signals the process ends at once; what is committed stays."""
+
+_OWN_FOLDERS: Final = tuple(
+    str(Path(__file__).resolve().parent.parent / name) for name in ("elastic", "checkpoints")
+)
+_COLLECTIVE: Final = re.compile(
+    r"gloo|NCCL|ProcessGroup|Connection (closed|reset) by peer|Broken pipe|Connection refused"
+    r"|Socket Timeout|wait timeout|monitoredBarrier|DistStore|recvValue failed",
+    re.IGNORECASE,
+)
+
+
+class Signals:
+    """Turns the signals of `signals:` into two flags that the ranks agree on.
+
+    SIGTERM comes at every change of membership too: it means "end soon", not "preempted". The others
+    are notices: this node is to leave.
+    """
+
+    def __init__(self, names: Sequence[str], *, end_now: Callable[[], None] | None = None) -> None:
+        """Remember what to catch; `end_now` is called at the third signal, or before `arm`."""
+        self._names = tuple(names)
+        self._end_now = end_now
+        self._armed = False
+        self.leave = False
+        self.notice = False
+        self._count = 0
+
+    def install(self) -> None:
+        """Set the handlers. Main thread only."""
+        for name in self._names:
+            signal.signal(getattr(signal, name), self._handle)
+
+    def arm(self) -> None:
+        """From here on a signal is a flag; before, there is nothing to save and it ends at once."""
+        self._armed = True
+
+    def ignore(self) -> None:
+        """The work is done and saved: a signal changes nothing any more. Main thread only."""
+        for name in self._names:
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+    @property
+    def pending(self) -> bool:
+        """Whether any signal came."""
+        return self.leave or self.notice
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self._count += 1
+        if number == signal.SIGTERM:
+            self.leave = True
+        else:
+            self.notice = True
+        if self._end_now is not None and (not self._armed or self._count >= _IMPATIENT):
+            self._end_now()
+            os._exit(ExitCode.PREEMPTED)
+
+
+def is_collective(error: BaseException) -> bool:
+    """Whether an exception only says that a peer is gone or a collective timed out."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, CollectiveError):
+            return True
+        module = type(seen).__module__
+        if type(seen).__name__.startswith("Dist") and module.startswith("torch"):
+            return True
+        if isinstance(seen, RuntimeError | ValueError) and _COLLECTIVE.search(str(seen)):
+            return True
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return False
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback without the runner's own frames above the user's code."""
+    kept = error.__traceback__
+    while kept is not None and _is_ours(kept.tb_frame.f_code.co_filename):
+        kept = kept.tb_next
+    shown: TracebackType | None = kept or error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, shown)).rstrip()
+
+
+def _is_ours(filename: str) -> bool:
+    return str(Path(filename).resolve()).startswith(_OWN_FOLDERS)
+
+
+def say_once(folder: Path, text: str, *, key: str | None = None, fresh: bool = False) -> bool:
+    """Write a line to stderr unless a worker of this agent has said it before; True where it did.
+
+    `fresh`: said at most once within a few seconds, so that a later restart may say it again.
+    """
+    mark = f"{key or text}{int(time.time() / 5) if fresh else ''}"
+    name = folder / f"said-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
+    try:
+        os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    except OSError as error:
+        logger.debug("no mark could be left (%s)", error)
+    sys.stderr.write(text.rstrip() + "\n")
+    sys.stderr.flush()
+    return True
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with `code`, whatever native threads do at exit. Runs what atexit holds."""
+    with _flushed():
+        if code == ExitCode.DONE:
+            # A failed worker may hold native waits that its clean-up would join for ever.
+            atexit._run_exitfuncs()  # noqa: SLF001  # the only way to run them before os._exit
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def _flushed() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()

@@ -1,0 +1,145 @@
+"""What makes two starts the same run: the identity in run.json, and what ranks must agree on.
+
+Pure but for the probing of a dataset, which reads a few of its items. A difference is told by naming
+the key, what was there and what is found, so that nobody trains on another dataset, model or order
+than the run began with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from elastic.errors import StartError
+from elastic.seeding import mix, seed_all
+
+__all__ = ["compare_identity", "compare_ranks", "fingerprint_dataset"]
+
+_PROBES: Final = 8
+_PROBE_KEY: Final = 0x5EED
+
+
+def fingerprint_dataset(dataset: Dataset[Any], n: int, own: str | None) -> dict[str, Any]:
+    """Length and either the job's own fingerprint or hashes of a few items, spread evenly.
+
+    Items are read with fixed random seeds, so that augmentation does not change the hash.
+    """
+    if own is not None:
+        return {"length": n, "fingerprint": own}
+    probes = {}
+    for index in _probe_indices(n):
+        seed_all(mix(_PROBE_KEY, index))
+        digest = hashlib.sha256()
+        _feed(digest.update, dataset[index])
+        probes[str(index)] = digest.hexdigest()[:16]
+    return {"length": n, "items": probes}
+
+
+def _probe_indices(n: int) -> list[int]:
+    return sorted({(n - 1) * k // (_PROBES - 1) for k in range(_PROBES)})
+
+
+def _feed(update: Any, value: Any) -> None:
+    """Hash what can be told exactly; of anything else the type alone."""
+    update(type(value).__name__.encode())
+    if isinstance(value, Tensor):
+        update(f"{value.dtype}{tuple(value.shape)}".encode())
+        plain = value.detach().cpu().contiguous()
+        update(bytes(plain.flatten().view(torch.uint8).numpy() if plain.numel() else b""))
+    elif hasattr(value, "tobytes"):
+        update(f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', getattr(value, 'size', ''))}".encode())
+        update(value.tobytes())
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            update(str(key).encode())
+            _feed(update, value[key])
+    elif isinstance(value, tuple | list):
+        for item in value:
+            _feed(update, item)
+    elif isinstance(value, bool | int | str | bytes | None):
+        update(repr(value).encode())
+    elif isinstance(value, float):
+        update(struct.pack("<d", value))
+
+
+def compare_ranks(told: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all ranks see the same dataset and model; `told` is by rank.
+
+    Raises:
+        StartError: Two ranks differ; names the ranks and what differs.
+    """
+    first = told[0]
+    for rank, other in enumerate(told[1:], start=1):
+        if other["dataset"] != first["dataset"]:
+            what = _dataset_difference(first["dataset"], other["dataset"])
+            raise StartError(
+                f"dataset: ranks 0 and {rank} see different data, {what}; make the job's dataset() "
+                "the same on every rank (sort file lists, seed shuffles)"
+            )
+        if other["model"] != first["model"]:
+            what = _model_difference(first["model"], other["model"])
+            raise StartError(f"model: ranks 0 and {rank} built different models, {what}")
+
+
+def compare_identity(
+    saved: Mapping[str, Any], present: Mapping[str, Any], accept: Sequence[str]
+) -> list[str]:
+    """Check this start against run.json; returns a note for each accepted difference.
+
+    Raises:
+        StartError: A difference that `run.accept` does not name; names key, old and new.
+    """
+    notes = []
+    for key in sorted({*saved, *present}):
+        old, new = saved.get(key), present.get(key)
+        if old == new:
+            continue
+        if key == "dataset":
+            what = _dataset_difference(old, new)
+        elif key == "model":
+            what = _model_difference(old, new)
+        else:
+            what = f"it was {old!r}, this start has {new!r}"
+        if key in accept and key != "model":
+            notes.append(f"{key}: {what} (accepted by run.accept)")
+            continue
+        way_out = (
+            "start a new checkpoint.url, with checkpoint.init_from to begin from part of the weights"
+            if key == "model"
+            else f"restore it, take a new checkpoint.url, or say run.accept=[{key}]"
+        )
+        raise StartError(f"{key}: this run is another one, {what}; {way_out}")
+    return notes
+
+
+def _dataset_difference(old: Any, new: Any) -> str:
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return f"{old} and {new}"
+    if old.get("length") != new.get("length"):
+        return f"its length is {old.get('length')} and {new.get('length')}"
+    before, after = old.get("items", {}), new.get("items", {})
+    for index in sorted({*before, *after}, key=int):
+        if before.get(index) != after.get(index):
+            return f"the content of item {index} differs"
+    return f"its fingerprint is {old.get('fingerprint')!r} and {new.get('fingerprint')!r}"
+
+
+def _model_difference(old: Any, new: Any) -> str:
+    before = {name: (dtype, tuple(shape)) for name, dtype, shape in old}
+    after = {name: (dtype, tuple(shape)) for name, dtype, shape in new}
+    wrong = [n for n in (*before, *(n for n in after if n not in before)) if before.get(n) != after.get(n)]
+    if not wrong:
+        return "its tensors come in another order"
+    name = wrong[0]
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return f"tensor {name} is {_told(before.get(name))} and {_told(after.get(name))}{more}"
+
+
+def _told(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+    return "missing" if tensor is None else f"{tensor[0]} of shape {tuple(tensor[1])}"

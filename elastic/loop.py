@@ -1,0 +1,261 @@
+"""The training loop of the project: epochs of steps, evaluation, when to save and when to stop.
+
+Reads as the specification. It stands on the same Run as anyone's own loop; what a step, an evaluation
+or a save is, is theirs. Promises: a step's evaluation belongs to the state that is saved after it, so
+that best and patience survive any fault; an epoch's end is done once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from elastic.core import Run
+from elastic.errors import StartError
+from elastic.evaluate import Evaluation
+from elastic.identity import compare_ranks, fingerprint_dataset
+from elastic.loader import Loader, count_samples
+from elastic.options import Settings
+from elastic.reduce import Reducer
+from elastic.sampler import Plan
+from elastic.saving import Clocked, is_due, is_due_at_epoch_end
+from elastic.seeding import kept_random_state, seed_all
+from elastic.step import Stepper, autocast
+from elastic.weights import model_fingerprint
+from jobs.job import Job
+
+__all__ = ["Training"]
+
+
+class Training:
+    """One generation of the project's own loop."""
+
+    def __init__(self, job: Job, settings: Settings, run: Run) -> None:
+        """Build the job's parts, check them against the other ranks and the run, restore.
+
+        Collective.
+
+        Raises:
+            StartError: Ranks or starts differ, or the job's parts do not fit.
+        """
+        self.job, self.settings, self.run = job, settings, run
+        train = settings.train
+        torch.set_num_threads(train.threads or _threads(run.world.local_world_size))
+        dataset = job.dataset()
+        self.plan = self._plan(dataset)
+        run.epoch_samples = self.plan.samples
+        run.max_steps = train.max_steps
+        run.keep_best = settings.eval.keep_best
+        seed_all(train.seed, run.device)
+        model = job.model().to(run.device)
+        self._identify(dataset, model)
+        run.claim()
+        optimizer = self._optimizer(model)
+        self._schedule = self._scheduler(optimizer)
+        scaler = torch.amp.GradScaler(run.device.type) if train.precision == "fp16" else None
+        run.attach(
+            model=model,
+            optimizer=optimizer,
+            scheduler=self._schedule,
+            scaler=scaler,
+            job=job,
+        )
+        run.restore(lambda: job.initialize(model))
+        self.model = model
+        compiled = torch.compile(model) if train.compile else None
+        reducer = Reducer(
+            model, run.world, compiled=compiled, find_unused=train.find_unused_parameters
+        )
+        self._stepper = Stepper(
+            job, reducer, optimizer, scaler=scaler, options=train, world=run.world
+        )
+        self._loader = Loader(
+            dataset,
+            self.plan,
+            rank=run.world.rank,
+            options=settings.loader,
+            collate=job.collate,
+            # Each forward is seeded anew, so that what the loader draws changes nothing.
+            keep_random_state=False,
+        )
+        self._evaluation = self._prepare_evaluation()
+        self._eval_clock = Clocked(interval=settings.eval.every)
+        self._eval_clock.restart()
+
+    # ---------------------------------------------------------------------------- the loop
+    def train(self) -> None:
+        """Train to the end, as this generation can. Collective."""
+        run = self.run
+        for epoch in run.epochs(self.settings.train.epochs):
+            self._catch_up()
+            self._train_epoch(epoch)
+            if run.at_epoch_end:
+                self._end_epoch(epoch)
+        if run.is_primary:
+            with kept_random_state(run.device):
+                self.job.on_end(run)
+
+    def _train_epoch(self, epoch: int) -> None:
+        run = self.run
+        batches = self._loader.epoch(epoch, run.progress.position)
+        with contextlib.closing(batches):
+            for batch in batches:
+                if run.over:
+                    return
+                run.records.audit(run.progress, [i for m in batch.micro_batches for i in m.indices])
+                request = run.request(evaluate=self._eval_clock.due)
+                result = self._stepper.run(run.step + 1, batch, request)
+                self._advance_schedule("step")
+                run.count(
+                    batch.size,
+                    loss=result.loss,
+                    skipped=result.skipped,
+                    lr=result.lr,
+                    grad_norm=result.grad_norm,
+                )
+                self._hook(self.job.on_step)
+                due = is_due(self.settings.eval.every, run.step) or result.agreed.evaluate
+                # At an epoch's last step it is done once, at the epoch's end.
+                if due and not result.agreed.leaving and not run.at_epoch_end:
+                    self._evaluate()
+                elif due:
+                    run.progress.evaluation_due = True
+                run.settle(result.agreed)
+
+    def _end_epoch(self, epoch: int) -> None:
+        due = is_due_at_epoch_end(self.settings.eval.every, epoch)
+        if due or self.run.progress.evaluation_due:
+            self._evaluate()
+        self._advance_schedule("epoch")
+        self._hook(self.job.on_epoch)
+
+    def _catch_up(self) -> None:
+        """Do the evaluation that a signal cut off, before anything else."""
+        if self.run.progress.evaluation_due and not self.run.at_epoch_end:
+            self._evaluate()
+
+    def _hook(self, hook: Callable[[Any], None]) -> None:
+        if self.run.is_primary:
+            with kept_random_state(self.run.device):
+                hook(self.run)
+
+    # ---------------------------------------------------------------------------- evaluation
+    def _evaluate(self) -> None:
+        """Evaluate, judge, and ask for what follows from it. Collective."""
+        run, options = self.run, self.settings.eval
+        run.progress.evaluation_due = True
+        if self._evaluation is None:
+            run.progress.evaluation_due = False
+            return
+        with run.records.spend("eval"):
+            run.world.broadcast_tensors([b for b in self.model.buffers()])
+            metrics = self._evaluation.run(self.model, leaving=run.told_to_leave)
+        self._eval_clock.restart()
+        if metrics is None:
+            run.leave()
+            return
+        if options.monitor is not None and options.monitor not in metrics:
+            raise StartError(
+                f"eval.monitor: found {options.monitor}, expected one of {', '.join(metrics)}"
+            )
+        better = run.progress.judge(
+            metrics, monitor=options.monitor, mode=options.mode, keep_best=options.keep_best
+        )
+        if better and options.keep_best:
+            run.save_soon()
+        if options.patience is not None and run.progress.bad_evaluations >= options.patience:
+            run.progress.stopped = (
+                f"eval.patience: {run.progress.bad_evaluations} evaluations without a better "
+                f"{options.monitor}"
+            )
+        run.evaluated(metrics)
+        if run.is_primary:
+            with kept_random_state(run.device):
+                self.job.on_eval(run, metrics)
+
+    def _prepare_evaluation(self) -> Evaluation | None:
+        sets = self.job.eval_dataset()
+        if sets is None or self.settings.eval.every.is_off:
+            return None
+        named = dict(sets) if isinstance(sets, Mapping) else {"": sets}
+        batch = self.settings.eval.batch_size or max(
+            1, -(-self.settings.train.global_batch_size // self.run.world.world_size)
+        )
+        context = autocast(self.settings.train.precision, self.run.device)
+        return Evaluation(self.job, named, self.run.world, batch_size=batch, context=context)
+
+    # ---------------------------------------------------------------------------- the parts
+    def _plan(self, dataset: Any) -> Plan:
+        train = self.settings.train
+        return Plan(
+            n=count_samples(dataset),
+            global_batch_size=train.global_batch_size,
+            seed=train.seed,
+            shards=self.run.world.world_size,
+            micro_batch_size=train.micro_batch_size,
+            drop_last=train.drop_last,
+            order=train.order,
+        )
+
+    def _identify(self, dataset: Any, model: nn.Module) -> None:
+        train, run = self.settings.train, self.run
+        own = self.job.fingerprint(dataset)
+        parts = {
+            "dataset": fingerprint_dataset(dataset, self.plan.n, own),
+            "model": model_fingerprint(model),
+        }
+        compare_ranks(run.world.gather(parts))
+        run.identify(
+            {
+                "job": type(self.job).__name__,
+                "train.seed": train.seed,
+                "train.order": train.order,
+                "train.global_batch_size": train.global_batch_size,
+                "train.drop_last": train.drop_last,
+                **parts,
+            }
+        )
+
+    def _optimizer(self, model: nn.Module) -> Optimizer:
+        optimizer = self.job.optimizer(model)
+        if not isinstance(optimizer, Optimizer):
+            raise StartError(
+                f"{type(self.job).__name__}.optimizer: found {type(optimizer).__name__}, expected "
+                "one torch Optimizer; several are not yet served by this version"
+            )
+        return optimizer
+
+    def _scheduler(self, optimizer: Optimizer) -> Any:
+        train = self.settings.train
+        total = self.plan.steps * train.epochs
+        if train.max_steps is not None:
+            total = min(total, train.max_steps)
+        return self.job.scheduler(optimizer, total)
+
+    def _advance_schedule(self, unit: str) -> None:
+        """Step the scheduler if this is its unit: with each step, taken or skipped."""
+        schedule = self._schedule
+        if schedule is None:
+            return
+        scheduler, every = schedule if isinstance(schedule, tuple) else (schedule, "step")
+        if every != unit:
+            return
+        with warnings.catch_warnings():
+            # After a skipped first step torch complains about an order that is right here.
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
+            scheduler.step()
+
+
+def _threads(local_world_size: int) -> int:
+    """Threads of one worker: what the environment says, else the node's cores shared fairly."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    return max(1, len(os.sched_getaffinity(0)) // max(1, local_world_size))

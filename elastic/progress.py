@@ -1,0 +1,122 @@
+"""Where a run stands: steps, position, counters, the best evaluation. Saved with every checkpoint.
+
+Pure. The position follows the design's words: `(e, n)` means that all steps of epoch e are done and
+its end (evaluation, schedule, best) is not; `(e + 1, 0)` means that the end is done too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from checkpoints.errors import RecordError
+
+__all__ = ["Best", "Progress"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Best:
+    """One evaluation worth keeping."""
+
+    metric: str
+    value: float
+    step: int
+    checkpoint: str | None = None
+    """Name of the checkpoint that holds its weights; None where none was made."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """The counters of a run; the same on every rank."""
+
+    step: int = 0
+    """Steps done, applied or skipped."""
+    epoch: int = 0
+    position: int = 0
+    """Samples of the epoch's order that are used up."""
+    samples: int = 0
+    """Samples used over the whole run, each step of the lineage once."""
+    skipped_steps: int = 0
+    evaluation_due: bool = False
+    """An evaluation belongs to the last step and has not been done."""
+    bests: list[Best] = field(default_factory=list)
+    """Best evaluations, the best first."""
+    bad_evaluations: int = 0
+    """Evaluations since the best one."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation."""
+    stopped: str | None = None
+    """Why the run ended early on purpose."""
+
+    @property
+    def best(self) -> Best | None:
+        """The best evaluation so far."""
+        return self.bests[0] if self.bests else None
+
+    def count_step(self, samples: int, *, skipped: bool) -> None:
+        """Note one more step of `samples` samples."""
+        self.step += 1
+        self.position += samples
+        self.samples += samples
+        self.skipped_steps += skipped
+
+    def end_epoch(self) -> None:
+        """The end of the epoch is done too."""
+        self.epoch += 1
+        self.position = 0
+
+    def judge(
+        self,
+        metrics: Mapping[str, float],
+        *,
+        monitor: str | None,
+        mode: Literal["min", "max"],
+        keep_best: int,
+    ) -> bool:
+        """Take in an evaluation; True where it is the best so far. A nan is never better."""
+        self.metrics = dict(metrics)
+        self.evaluation_due = False
+        if monitor is None:
+            return False
+        value = metrics[monitor]
+        sign = 1.0 if mode == "min" else -1.0
+        better = not math.isnan(value) and (
+            self.best is None or sign * value < sign * self.best.value
+        )
+        self.bad_evaluations = 0 if better else self.bad_evaluations + 1
+        if not math.isnan(value):
+            # Beyond the best itself only those that a checkpoint holds are worth a place.
+            self.bests.append(Best(metric=monitor, value=value, step=self.step))
+            self.bests.sort(key=lambda best: (sign * best.value, best.step))
+            del self.bests[max(1, keep_best) :]
+        return better
+
+    def name_checkpoint(self, name: str) -> None:
+        """The checkpoint being made at this step holds the weights of this step's evaluation."""
+        for best in self.bests:
+            if best.step == self.step:
+                best.checkpoint = name
+
+    def protected(self, keep_best: int) -> list[str]:
+        """Names of the checkpoints that hold the best evaluations."""
+        return [b.checkpoint for b in self.bests[:keep_best] if b.checkpoint is not None]
+
+    def to_tree(self) -> dict[str, Any]:
+        """As a tree of JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> Progress:
+        """From `to_tree`.
+
+        Raises:
+            RecordError: A counter is missing or unknown.
+        """
+        known = {f.name for f in fields(cls)}
+        if set(tree) != known:
+            wrong = ", ".join(sorted(set(tree) ^ known))
+            raise RecordError(f"progress: found other keys than this version's ({wrong})")
+        bests: Sequence[Mapping[str, Any]] = tree["bests"]
+        return cls(**{**tree, "bests": [Best(**best) for best in bests]})

@@ -1,0 +1,237 @@
+"""What a generation writes down: its journal, the audit, summary.json, and the lines a person sees.
+
+Promises: a record that cannot be written is told and never harms the training; the journal has one
+line for each step, so that what a killed generation did is known to the next one. Everything but the
+audit is the primary's.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from checkpoints.errors import StoreError
+from checkpoints.journal import Journal
+from checkpoints.layout import Claim, CheckpointName
+from checkpoints.store import Store
+from elastic import summary
+from elastic.metrics import Console, Ledger, Status
+from elastic.monitor import Fault
+from elastic.progress import Progress
+
+__all__ = ["Records"]
+
+logger = logging.getLogger(__name__)
+
+_KEPT_FAULTS = 20
+
+
+class Records:
+    """The records of one generation, on one rank."""
+
+    def __init__(self, store: Store, claimed: Claim, *, rank: int, run_id: str, audit: bool) -> None:
+        """Open the journal (primary) and the audit (every rank, where asked for)."""
+        self._store, self._claim, self._rank, self._run_id = store, claimed, rank, run_id
+        self.ledger = Ledger()
+        self.console = Console(sys.stdout)
+        self._journal = Journal(store, claimed.generation) if rank == 0 else None
+        self._audit = Journal(store, claimed.generation, rank=rank) if audit else None
+        self._rows: list[summary.Row] = []
+        self._faults: list[Fault] = []
+        self._logged: dict[str, float] = {}
+
+    # ---------------------------------------------------------------------------- the start
+    def faults(self, faults: Sequence[Fault]) -> None:
+        """Note why the generation before this one ended."""
+        self._faults = list(faults)
+        for fault in faults:
+            self.event("fault", fault=fault.to_json(), told=str(fault))
+
+    def started(
+        self, progress: Progress, *, parent: CheckpointName | None, source: str, began: float
+    ) -> None:
+        """Write the first lines of the journal and the summary. Primary only."""
+        now = summary.now_s()
+        past = summary.past_rows(self._store, self._claim.generation)
+        summary.write_history(self._store, self._claim.generation, past)
+        claim = self._claim
+        row = summary.Row(
+            generation=claim.generation,
+            world_size=claim.world_size,
+            nodes=claim.nodes,
+            parent=None if parent is None else str(parent),
+            source=source,
+            start_step=progress.step,
+            end_step=progress.step,
+            cause=claim.cause,
+            began=began,
+            ready=now,
+            ended=now,
+        )
+        self._rows = [*past, row]
+        self.event(
+            "start",
+            began=began,
+            ready=now,
+            world_size=claim.world_size,
+            cause=claim.cause,
+            parent=row.parent,
+            source=source,
+            step=progress.step,
+            epoch=progress.epoch,
+            position=progress.position,
+            spent=self.ledger.totals(),
+        )
+        self.flush()
+        self.summarize("running", progress)
+        origin = "from the start" if parent is None else f"from checkpoint {parent}"
+        self.console.say(
+            f"generation {claim.generation} ({claim.cause}): W={claim.world_size}, {origin}, epoch "
+            f"{progress.epoch + 1}, position {progress.position}, step {progress.step} at "
+            f"{self._store.display_url}"
+        )
+
+    # ---------------------------------------------------------------------------- the loop
+    def log(self, values: Mapping[str, float]) -> None:
+        """Add named numbers to the next step's line."""
+        self._logged.update({name: float(value) for name, value in values.items()})
+
+    def step(
+        self, progress: Progress, samples: int, *, loss: float, skipped: bool, values: Mapping[str, float]
+    ) -> None:
+        """Write the line of a step that is done. Primary only; elsewhere it does nothing."""
+        if self._journal is None:
+            self._logged.clear()
+            return
+        fields: dict[str, Any] = {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "position": progress.position,
+            "samples": samples,
+            "loss": loss,
+            **values,
+            **self._logged,
+            "seconds": round(self.ledger.step_done(), 6),
+            "spent": self.ledger.totals(),
+        }
+        if skipped:
+            fields["skipped"] = True
+        self._logged.clear()
+        self.event("step", **fields)
+
+    def audit(self, progress: Progress, indices: Sequence[int], *, skipped: bool = False) -> None:
+        """Write which samples this rank uses in the step under way, before they count."""
+        if self._audit is None:
+            return
+        line: dict[str, Any] = {
+            "generation": self._claim.generation,
+            "epoch": progress.epoch,
+            "step": progress.step + 1,
+            "rank": self._rank,
+            "indices": list(indices),
+        }
+        if skipped:
+            line["skipped"] = True
+        self._audit.audit(line)
+
+    @property
+    def audits_in_parts(self) -> bool:
+        """Whether the audit has to be sent to the store before a checkpoint commits."""
+        return self._audit is not None and not self._store.can_append
+
+    def flush_audit(self) -> None:
+        """Send this rank's audit lines to the store."""
+        if self._audit is not None:
+            self._audit.flush(durable=True)
+
+    def spend(self, use: str) -> AbstractContextManager[None]:
+        """Book the time inside to `use`: checkpoint or eval."""
+        return self.ledger.spend(use)
+
+    # ---------------------------------------------------------------------------- writing
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write a line of the journal. Primary; elsewhere it does nothing."""
+        if self._journal is not None:
+            try:
+                self._journal.event(kind, **fields)
+            except StoreError as error:
+                logger.warning("a line of the journal was not written: %s", error)
+
+    def flush(self) -> None:
+        """Send what is buffered to the store."""
+        if self._journal is not None:
+            try:
+                self._journal.flush()
+            except StoreError as error:
+                logger.warning("the journal was not written: %s", error)
+
+    def summarize(
+        self, status: summary.Status, progress: Progress, *, weights_sha256: str | None = None
+    ) -> None:
+        """Write summary.json. Primary only."""
+        if not self._rows:
+            return
+        now = summary.now_s()
+        spent = self.ledger.totals()
+        row = summary.finish_row(self._rows[-1], step=progress.step, now=now, spent=spent)
+        content = summary.build(
+            [*self._rows[:-1], row],
+            progress,
+            status=status,
+            run_id=self._run_id,
+            now=now,
+            weights_sha256=weights_sha256,
+            faults=[fault.to_json() for fault in self._faults],
+        )
+        try:
+            summary.write(self._store, content)
+        except StoreError as error:
+            logger.warning("summary.json was not written: %s", error)
+
+    def own_fault(self, fault: Fault, *, failed: bool) -> None:
+        """Write a fault of this generation itself: to this rank's journal and the summary. Any rank."""
+        journal = self._journal or Journal(self._store, self._claim.generation, rank=self._rank)
+        try:
+            journal.event("fault", fault=fault.to_json(), told=str(fault))
+            journal.flush()
+            add_fault(self._store, self._claim.generation, fault, failed=failed)
+        except StoreError as error:
+            logger.warning("the fault was not written down: %s", error)
+
+    def close(self) -> None:
+        """Close the files; what is buffered is written if the store takes it."""
+        for journal in (self._journal, self._audit):
+            if journal is not None:
+                try:
+                    journal.close()
+                except StoreError as error:
+                    logger.warning("the journal was not closed in order: %s", error)
+        self.console.close()
+
+
+def add_fault(store: Store, generation: int, fault: Fault, *, failed: bool) -> None:
+    """Add a fault to summary.json while it is this generation's; `failed` ends the run there."""
+    present = summary.read(store)
+    if present is None or present.get("generation") != generation:
+        return
+    faults = [*present.get("faults", []), fault.to_json()][-_KEPT_FAULTS:]
+    status = "failed" if failed else present["status"]
+    summary.write(store, {**present, "status": status, "faults": faults})
+
+
+def status_of(
+    progress: Progress, *, epochs: int | None, loss: float, world_size: int, saved: CheckpointName | None
+) -> Status:
+    """What the progress line shows."""
+    return Status(
+        epoch=progress.epoch,
+        epochs=epochs,
+        step=progress.step,
+        loss=loss,
+        samples=progress.samples,
+        world_size=world_size,
+        saved_step=None if saved is None else saved.step,
+    )

@@ -1,0 +1,245 @@
+"""summary.json: what a run has done so far, computed from its records and told to people and scripts.
+
+The truth is in generations/ and the checkpoints; this is a view of it, written at the start and at
+every orderly end by the newest generation. What earlier generations did is read from their journals
+once and carried along in `journal/GENERATION.history.json`, so that the work does not grow with them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+from checkpoints.errors import ObjectMissingError
+from checkpoints.generations import read_claims, read_started
+from checkpoints.layout import SUMMARY, CheckpointName, journal_prefix
+from checkpoints.store import Store
+from elastic.progress import Progress
+
+__all__ = ["Row", "Status", "build", "past_rows", "read", "write"]
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["running", "complete", "preempted", "stopped", "failed"]
+_TAIL_BYTES: Final = 64 << 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One started generation: what it began from, how far it came, where its time went."""
+
+    generation: int
+    world_size: int
+    nodes: int
+    parent: str | None
+    source: str
+    start_step: int
+    end_step: int
+    cause: str
+    began: float
+    """Unix time at which its first process started."""
+    ready: float
+    """Unix time at which its loop began."""
+    ended: float
+    """Unix time of the last thing known of it."""
+    steps_s: float = 0.0
+    checkpoint_s: float = 0.0
+    eval_s: float = 0.0
+
+    def public(self) -> dict[str, Any]:
+        """The columns that summary.json shows."""
+        keys = ("generation", "world_size", "nodes", "parent", "source", "start_step", "end_step", "cause")
+        return {key: getattr(self, key) for key in keys}
+
+
+def past_rows(store: Store, before: int) -> list[Row]:
+    """The rows of all started generations older than `before`, ascending."""
+    known = _newest_history(store, before)
+    newest_known = known[-1].generation if known else 0
+    claims = {c.generation: c for c in read_claims(store) if newest_known < c.generation < before}
+    rows = list(known)
+    for started in read_started(store):
+        claim = claims.get(started.generation)
+        if claim is None:
+            continue
+        tail = _journal_tail(store, started.generation)
+        created = datetime.fromisoformat(started.created_at).timestamp()
+        spent = tail.get("spent", {})
+        rows.append(
+            Row(
+                generation=claim.generation,
+                world_size=claim.world_size,
+                nodes=claim.nodes,
+                parent=started.parent,
+                source=started.source,
+                start_step=started.start_step,
+                end_step=max(started.start_step, int(tail.get("step", started.start_step))),
+                cause=claim.cause,
+                began=float(tail.get("began", created)),
+                ready=float(tail.get("ready", created)),
+                ended=float(tail.get("time", created)),
+                steps_s=float(spent.get("steps", 0.0)),
+                checkpoint_s=float(spent.get("checkpoint", 0.0)),
+                eval_s=float(spent.get("eval", 0.0)),
+            )
+        )
+    return sorted(rows, key=lambda row: row.generation)
+
+
+def write_history(store: Store, generation: int, rows: Sequence[Row]) -> None:
+    """Keep the rows of the generations before `generation`, for its successors to read."""
+    data = json.dumps({"rows": [asdict(row) for row in rows]}).encode()
+    store.put(f"{journal_prefix(generation)}.history.json", data)
+
+
+def _newest_history(store: Store, before: int) -> list[Row]:
+    names = [n for n in store.children("journal") if n.endswith(".history.json")]
+    numbers = sorted((int(n.split(".")[0]) for n in names if n.split(".")[0].isdigit()), reverse=True)
+    for number in numbers:
+        if number < before:
+            try:
+                text = store.get(f"{journal_prefix(number)}.history.json")
+                return [Row(**row) for row in json.loads(text)["rows"]]
+            except (ObjectMissingError, ValueError, TypeError, KeyError) as error:
+                logger.warning("the history of generation %d cannot be read (%s)", number, error)
+    return []
+
+
+def _journal_tail(store: Store, generation: int) -> dict[str, Any]:
+    """Of the primary's journal: the last line that tells a step, with began and ready of the start."""
+    prefix = journal_prefix(generation)
+    names = [n for n in store.list(prefix) if n.endswith(".jsonl") and ".rank" not in n]
+    found: dict[str, Any] = {}
+    for name in reversed(names):
+        size = store.size(name)
+        start = max(0, size - _TAIL_BYTES)
+        for line in reversed(store.get_range(name, start, size - start).splitlines()):
+            event = _parse(line)
+            if event is not None and "spent" in event:
+                return event
+            found = found or (event or {})
+    return found
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def build(
+    rows: Sequence[Row],
+    progress: Progress,
+    *,
+    status: Status,
+    run_id: str,
+    now: float,
+    weights_sha256: str | None = None,
+    faults: Sequence[Mapping[str, Any]] = (),
+    bits_until: int | None = None,
+) -> dict[str, Any]:
+    """The content of summary.json; `rows` ends with the generation that writes it."""
+    done = sum(row.end_step - row.start_step for row in rows)
+    seconds = _seconds(rows, _kept(rows, progress.step), now)
+    wall = sum(seconds.values())
+    best = progress.best
+    return {
+        "status": status,
+        "run_id": run_id,
+        "generation": rows[-1].generation,
+        "steps": progress.step,
+        "samples": progress.samples,
+        "epochs": progress.epoch,
+        "skipped_steps": progress.skipped_steps,
+        "generations": [row.public() for row in rows],
+        "restarts": len(rows) - 1,
+        "lost_steps": max(0, done - progress.step),
+        "metrics": {name: _number(value) for name, value in progress.metrics.items()},
+        "best": None
+        if best is None
+        else {
+            "metric": best.metric,
+            "value": _number(best.value),
+            "step": best.step,
+            "checkpoint": best.checkpoint,
+        },
+        "stopped": progress.stopped,
+        "bits_until": bits_until,
+        "weights_sha256": weights_sha256,
+        "goodput": round(seconds["steps"] / wall, 4) if wall > 0 else 0.0,
+        "seconds": {use: round(spent, 3) for use, spent in seconds.items()},
+        "faults": [dict(fault) for fault in faults],
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _kept(rows: Sequence[Row], step: int) -> dict[int, int]:
+    """Of each generation: how many of its steps are in the lineage of the newest one's `step`."""
+    by_number = {row.generation: row for row in rows}
+    kept: dict[int, int] = {}
+    row: Row | None = rows[-1]
+    until = step
+    while row is not None and row.generation not in kept:
+        kept[row.generation] = max(0, until - row.start_step)
+        if row.parent is None:
+            break
+        parent = CheckpointName.parse(row.parent)
+        until, row = parent.step, by_number.get(parent.generation)
+    return kept
+
+
+def _seconds(rows: Sequence[Row], kept: Mapping[int, int], now: float) -> dict[str, float]:
+    """Wall time since the first start, by use; adds up by the making of `other`."""
+    used = dict.fromkeys(("steps", "checkpoint", "restart", "lost", "eval", "down", "other"), 0.0)
+    for number, row in enumerate(rows):
+        done = row.end_step - row.start_step
+        share = kept.get(row.generation, 0) / done if done else 0.0
+        used["steps"] += row.steps_s * share
+        used["lost"] += row.steps_s * (1 - share)
+        used["checkpoint"] += row.checkpoint_s
+        used["eval"] += row.eval_s
+        if number:
+            used["restart"] += max(0.0, row.ready - row.began)
+            used["down"] += max(0.0, row.began - rows[number - 1].ended)
+    used["other"] = max(0.0, now - rows[0].began - sum(used.values()))
+    return used
+
+
+def write(store: Store, content: Mapping[str, Any]) -> None:
+    """Replace summary.json."""
+    store.put(SUMMARY, json.dumps(content, indent=1, allow_nan=False).encode())
+
+
+def read(store: Store) -> dict[str, Any] | None:
+    """The present summary.json, or None where there is none or it cannot be read."""
+    try:
+        return _parse(store.get(SUMMARY))
+    except ObjectMissingError:
+        return None
+
+
+def finish_row(row: Row, *, step: int, now: float, spent: Mapping[str, float]) -> Row:
+    """The writing generation's row, brought up to date."""
+    return replace(
+        row,
+        end_step=step,
+        ended=now,
+        steps_s=spent["steps"],
+        checkpoint_s=spent["checkpoint"],
+        eval_s=spent["eval"],
+    )
+
+
+def now_s() -> float:
+    """Unix time, for what is written for people."""
+    return datetime.now(UTC).timestamp()
