@@ -116,7 +116,10 @@ def _read_file(store: Store, name: str) -> dict[str, Tensor]:
         if name.endswith(_INDEX):
             return _read_index(store, name, where)
         if name.endswith(_SAFE):
-            return _read_safetensors(store, name, where)
+            tensors = _read_safetensors(store, name, where)
+            if not tensors:
+                raise DamagedError(f"{where}: found no tensors in it, expected a model's")
+            return tensors
     except DamagedError as error:
         raise StartError(
             f"{error} (weights are read from safetensors, never by unpickling)"
