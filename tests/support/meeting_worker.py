@@ -68,7 +68,9 @@ def train(folder: Path, place: Place, keys: dict[str, str]) -> None:
     while True:
         step += 1
         total = ones.clone()
-        flags = world.flags_async(int(place.rank == 0 and ((folder / "stop").exists() or time.monotonic() > end)))
+        flags = world.flags_async(
+            int(place.rank == 0 and ((folder / "stop").exists() or time.monotonic() > end))
+        )
         try:
             dist.all_reduce(total)
         except RuntimeError as error:
