@@ -116,10 +116,7 @@ def _read_file(store: Store, name: str) -> dict[str, Tensor]:
         if name.endswith(_INDEX):
             return _read_index(store, name, where)
         if name.endswith(_SAFE):
-            tensors = _read_safetensors(store, name, where)
-            if not tensors:
-                raise DamagedError(f"{where}: found no tensors in it, expected a model's")
-            return tensors
+            return _read_safetensors(store, name, where)
     except DamagedError as error:
         raise StartError(
             f"{error} (weights are read from safetensors, never by unpickling)"
@@ -167,6 +164,8 @@ def _read_safetensors(store: Store, name: str, where: str) -> dict[str, Tensor]:
             for spec, _, view in made:
                 begin = spec.offset - run[0].offset
                 view[:] = data[begin : begin + spec.size_bytes]
+    if not tensors:
+        raise DamagedError(f"{where}: found no tensors in it, expected a model's")
     return tensors
 
 

@@ -193,7 +193,7 @@ def run_url(tmp_path: Path) -> str:
     for step in (1, 2, 3):
         name = CheckpointName(generation=1, step=step)
         tree = {"model": {"w": torch.full((2,), float(step))}, "job": {"x": torch.ones(1)}}
-        best = {"checkpoint": "000001-000000000002", "step": 2, "value": 1.0, "metric": "loss"}
+        best: Any = {"checkpoint": "000001-000000000002", "step": 2, "value": 1.0, "metric": "loss"}
         snapshot = manager.stage(tree, name=name, parent=None, run_id="r", info={"best": best})
         manager.commit(snapshot)
     manager.close()

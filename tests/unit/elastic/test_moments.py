@@ -52,7 +52,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int, seed: int) -> None
             optimizer.zero_grad()
             loss = model(batch).square().mean()
             loss.backward()
-            return loss.item()
+            return float(loss.item())
 
         optimizer.step(closure)
 
@@ -139,7 +139,7 @@ def test_c38_moments_are_there_after_a_restore() -> None:
         values = []
         for _ in range(steps):
             optimizer.zero_grad()
-            (0.5 * param**2).backward()  # type: ignore[no-untyped-call]
+            (0.5 * param**2).backward()
             optimizer.step()
             values.append(param.item())
         return values
@@ -164,11 +164,13 @@ def test_a_python_number_as_step_stays_one() -> None:
 
 def test_state_that_is_no_parameters_is_kept() -> None:
     optimizer = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    optimizer.state["calls"] = {"count": 4, "sum": torch.ones(2)}
+    shared: dict[Any, Any] = optimizer.state
+    shared["calls"] = {"count": 4, "sum": torch.ones(2)}
     resumed = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     restore_moments(resumed, written(optimizer, {}), {}, "optimizer")
-    assert resumed.state["calls"]["count"] == 4
-    assert torch.equal(resumed.state["calls"]["sum"], torch.ones(2))
+    ours: dict[Any, Any] = resumed.state
+    assert ours["calls"]["count"] == 4
+    assert torch.equal(ours["calls"]["sum"], torch.ones(2))
 
 
 def test_the_order_of_parameters_may_change() -> None:
@@ -304,7 +306,10 @@ def test_changed_groups_are_refused_naming_the_parameter(
 
 def test_a_parameter_that_is_not_the_models_is_known_by_its_place() -> None:
     model = Net()
-    extra = nn.Parameter(torch.ones(1))
-    optimizer = optim.SGD([{"params": model.last.parameters()}, {"params": [extra]}], lr=0.1)
+    groups: list[dict[str, Any]] = [
+        {"params": model.last.parameters()},
+        {"params": [nn.Parameter(torch.ones(1))]},
+    ]
+    optimizer = optim.SGD(groups, lr=0.1)
     names = group_names(optimizer, names_of(model))
     assert names == [["last.weight", "last.bias"], ["group1.0"]]

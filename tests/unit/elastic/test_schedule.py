@@ -32,7 +32,7 @@ def sgd(lr: Any = 0.1, **others: Any) -> SGD:
 
 
 def two_groups(lr: float = 0.1) -> SGD:
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [nn.Parameter(torch.ones(1))]},
         {"params": [nn.Parameter(torch.ones(1))], "lr": lr / 2},
     ]
@@ -166,10 +166,10 @@ def test_a_used_schedule_goes_back_to_the_saved_position(kind: str) -> None:
     built = MAKERS[kind]()
     schedule = attach(built)
     go_on(built, 6)
-    saved = saved_and_read([schedule.capture_groups(), schedule.capture_drivers()])
+    saved: Any = saved_and_read([schedule.capture_groups(), schedule.capture_drivers()])
     go_on(built, 5, 6)
     for _ in range(2):
-        assert schedule.restore(*saved, {}) == []
+        assert schedule.restore(saved[0], saved[1], {}) == []
         assert go_on(built, 14, 6) == undisturbed[6:]
 
 
@@ -178,9 +178,9 @@ def test_a_second_save_after_a_restore_is_the_first(kind: str) -> None:
     built = MAKERS[kind]()
     schedule = attach(built)
     go_on(built, 7)
-    saved = [schedule.capture_groups(), schedule.capture_drivers()]
+    saved: Any = [schedule.capture_groups(), schedule.capture_drivers()]
     again = attach(MAKERS[kind]())
-    again.restore(*saved_and_read(saved), {})
+    again.restore(*saved_and_read([*saved, {}]))
     assert split([again.capture_groups(), again.capture_drivers()])[1] == split(saved)[1]
 
 
@@ -478,8 +478,8 @@ def test_a_tensor_rate_keeps_its_memory() -> None:
     before = MAKERS["tensor-lr"]()
     schedule = attach(before)
     go_on(before, 4)
-    saved = saved_and_read([schedule.capture_groups(), schedule.capture_drivers()])
-    attach(after).restore(*saved, {})
+    saved: Any = saved_and_read([schedule.capture_groups(), schedule.capture_drivers()])
+    attach(after).restore(saved[0], saved[1], {})
     assert after[0].param_groups[0]["lr"] is rate
     assert rate.dtype == torch.float64
     assert rate.item() == before[0].param_groups[0]["lr"].item()
@@ -500,7 +500,7 @@ def test_numbers_of_numpy_become_pythons() -> None:
     before = _with(sgd(), lambda o: schedulers.LambdaLR(o, lambda t: numpy.cos(t / 30)))
     schedule = attach(before)
     go_on(before, 3)
-    saved = [schedule.capture_groups(), schedule.capture_drivers()]
+    saved: Any = [schedule.capture_groups(), schedule.capture_drivers()]
     assert type(saved[0][0]["current"]["lr"]) is float
     assert saved[0][0]["current"]["lr"] == before[0].param_groups[0]["lr"]
     saved_and_read(saved)
