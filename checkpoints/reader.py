@@ -42,6 +42,7 @@ READ_BYTES: Final = 8 << 20
 WORKERS: Final = 4
 _FIRST_BYTES: Final = 1 << 16
 _TENSORS: Final = ".safetensors"
+_INDEX: Final = ".safetensors.index.json"
 
 
 def read_manifest(store: Store, name: CheckpointName) -> Manifest:
@@ -86,12 +87,11 @@ def restore(
             )
     names = {name for key in wanted for name in state.files.get(key, ())}
     loads = [open_load(store, manifest, e) for e in manifest.files if e.name in names]
-    others = [
-        VerifyOnly(store, manifest, entry)
-        for entry in manifest.files
-        if keys is None and entry.name not in names and entry.name != STATE
-    ]
-    run_parts([*loads, *others])
+    run_parts(loads)
+    if keys is None:
+        for entry in manifest.files:
+            if entry.name.endswith(_INDEX):
+                read_index(store, manifest, entry)
     tensors = {load.entry.name: load.finish() for load in loads}
     tree: dict[str, object] = {}
     for key in wanted:
@@ -114,8 +114,11 @@ def verify_file(store: Store, manifest: Manifest, entry: FileEntry) -> None:
     if entry.name == STATE:
         read_state(store, manifest)
         return
-    if entry.name.endswith(_TENSORS):
-        read_header(store, manifest, entry)
+    if entry.name.endswith(_INDEX):
+        read_index(store, manifest, entry)
+        return
+    check_kind(manifest, entry)
+    read_header(store, manifest, entry)
     run_parts([VerifyOnly(store, manifest, entry)])
 
 
@@ -144,6 +147,18 @@ def check_size(store: Store, manifest: Manifest, entry: FileEntry) -> None:
     if found != entry.size_bytes:
         raise DamagedError(
             f"{where(manifest, entry)}: found {found} bytes, expected {entry.size_bytes}"
+        )
+
+
+def check_kind(manifest: Manifest, entry: FileEntry) -> None:
+    """Refuse a file that no checkpoint of ours has, a pickle for instance.
+
+    Raises:
+        DamagedError: It is neither state.json nor a file of tensors nor the index of some.
+    """
+    if entry.name != STATE and not entry.name.endswith((_TENSORS, _INDEX)):
+        raise DamagedError(
+            f"{where(manifest, entry)}: found a file of another kind, expected safetensors or JSON"
         )
 
 
@@ -176,9 +191,7 @@ def read_state(store: Store, manifest: Manifest) -> State:
     if entry is None:
         raise DamagedError(f"checkpoint {manifest.name}: {STATE}: is not in the manifest")
     name = where(manifest, entry)
-    if entry.size_bytes > MAX_STATE_BYTES:
-        raise DamagedError(f"{name}: found {entry.size_bytes} bytes, at most {MAX_STATE_BYTES}")
-    document = decode_state(bytes(_read_whole(store, manifest, entry)), where=name)
+    document = decode_state(_read_whole(store, manifest, entry), where=name)
     skeletons, files = document.get("state"), document.get("files")
     if document.get("format") != STATE_FORMAT:
         raise DamagedError(
@@ -188,11 +201,27 @@ def read_state(store: Store, manifest: Manifest) -> State:
     if not isinstance(skeletons, dict) or not isinstance(files, dict):
         raise DamagedError(f"{name}: found no table of state and files")
     lists = {key: _names(value, name) for key, value in files.items()}
+    for other in manifest.files:
+        check_kind(manifest, other)
     listed = sorted(file for names in lists.values() for file in names)
     present = sorted(e.name for e in manifest.files if e.name.endswith(_TENSORS))
     if listed != present or lists.keys() - skeletons.keys():
         raise DamagedError(f"{name}: names the files {listed}, the manifest {present}")
     return State(skeletons=skeletons, files=lists)
+
+
+def read_index(store: Store, manifest: Manifest, entry: FileEntry) -> None:
+    """Verify the index of split files: it is for other readers, so it has to lead somewhere.
+
+    Raises:
+        DamagedError: It does not verify, or names a file that is not there.
+    """
+    name = where(manifest, entry)
+    index = decode_state(_read_whole(store, manifest, entry), where=name)
+    files = {other.name for other in manifest.files}
+    weights = index.get("weight_map")
+    if not isinstance(weights, dict) or not all(file in files for file in weights.values()):
+        raise DamagedError(f"{name}: found no map of tensors to the files of the checkpoint")
 
 
 def _names(value: JSON, name: str) -> list[str]:
@@ -202,12 +231,17 @@ def _names(value: JSON, name: str) -> list[str]:
     return names
 
 
-def _read_whole(store: Store, manifest: Manifest, entry: FileEntry) -> bytearray:
+def _read_whole(store: Store, manifest: Manifest, entry: FileEntry) -> bytes:
+    if entry.size_bytes > MAX_STATE_BYTES:
+        raise DamagedError(
+            f"{where(manifest, entry)}: found {entry.size_bytes} bytes,"
+            f" expected at most {MAX_STATE_BYTES}"
+        )
     check_size(store, manifest, entry)
     data = bytearray(entry.size_bytes)
     load = Load(store, manifest, entry, [memoryview(data)])
     run_parts([load])
-    return data
+    return bytes(data)
 
 
 # ----------------------------------------------------------------------------------- tensors' files

@@ -34,12 +34,9 @@ from checkpoints.serialization import (
     join,
     split,
 )
+from tests.support.states import same
 
 DTYPES = [getattr(torch, name) for name, _ in tensorfile.DTYPES.values()]
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensorfile.byte_view(tensor))
 
 
 def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -54,22 +51,6 @@ def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 def whole(tensors: dict[str, torch.Tensor]) -> bytes:
     header, views = encode(tensors)
     return b"".join([header, *views])
-
-
-def same(a: object, b: object) -> bool:
-    """Equal in type, order and every bit, at any depth."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, float) and isinstance(b, float):
-        return struct.pack(">d", a) == struct.pack(">d", b)
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        factories = getattr(a, "default_factory", None), getattr(b, "default_factory", None)
-        return factories[0] is factories[1] and same(list(a.items()), list(b.items()))
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
 
 
 def through_bytes(tree: object) -> object:
