@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elastic.core import Run as Run
-    from elastic.core import start as start
     from elastic.errors import AttentionError as AttentionError
     from elastic.errors import CollectiveError as CollectiveError
     from elastic.errors import ConfigError as ConfigError
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from elastic.errors import OverruledError as OverruledError
     from elastic.errors import PreemptedError as PreemptedError
     from elastic.errors import StartError as StartError
+    from elastic.own import start as start
     from elastic.sampler import ElasticSampler as ElasticSampler
     from elastic.seeding import Addressed as Addressed
     from elastic.state import TrainState as TrainState
@@ -40,7 +40,7 @@ _ROOMS = {
     "Run": "elastic.core",
     "StartError": "elastic.errors",
     "TrainState": "elastic.state",
-    "start": "elastic.core",
+    "start": "elastic.own",
 }
 
 __all__ = list(_ROOMS)  # names and rooms stand in one place

@@ -344,17 +344,17 @@ class Run:
         began = time.monotonic()
         try:
             with self.records.spend("checkpoint"):
-                saved = saver.save(tree, step=self.step, info=self._info(), protect=protect)
+                saved = saver.save(tree, step=self.progress.step, info=self._info(), protect=protect)
         except (SupersededError, PartedError) as error:
             raise self._overruled(superseded=isinstance(error, SupersededError)) from error
         took = round(time.monotonic() - began, 4)
         spent = self.records.ledger.totals()
         if saved:
             self.records.event(
-                "checkpoint", step=self.step, checkpoint=str(name), seconds=took, spent=spent
+                "checkpoint", step=self.progress.step, checkpoint=str(name), seconds=took, spent=spent
             )
         else:
-            self.records.event("save failed", step=self.step, error=saver.last_error)
+            self.records.event("save failed", step=self.progress.step, error=saver.last_error)
         self.records.flush()
         return saved
 
@@ -370,7 +370,7 @@ class Run:
         signals = self._session.signals
         if self.is_primary:
             spent = self.records.ledger.totals()
-            self.records.event("leave", step=self.step, saved=saved, spent=spent)
+            self.records.event("leave", step=self.progress.step, saved=saved, spent=spent)
             self.records.flush()
             self.records.summarize("preempted" if saved else "running", self.progress)
         self.world.barrier()
@@ -382,7 +382,7 @@ class Run:
             time.sleep(_POLL_S)
         if signals.pending:
             raise PreemptedError(
-                f"told to leave: the state of step {self.step} is saved; start again to go on"
+                f"told to leave: the state of step {self.progress.step} is saved; start again to go on"
             )
         raise ElasticError("another node was told to leave: the state is saved, this one restarts")
 
@@ -394,7 +394,7 @@ class Run:
         """
         if self._finished:
             return
-        self._session.slot.beat(self.step, "finish")
+        self._session.slot.beat(self.progress.step, "finish")
         while not self.world.broadcast(self.save()):
             if self.world.flags_async(int(self._session.signals.pending)).wait():
                 raise ElasticError("told to leave before the last state could be saved")

@@ -1,0 +1,57 @@
+"""`python -m elastic COMMAND`: status now; the other commands of the design are not yet served."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from checkpoints.errors import CheckpointError
+from elastic.errors import ExitCode
+from elastic.status import status
+
+_NOT_YET: Final = ("launch", "report", "drill", "doctor", "rollback")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; returns its exit code."""
+    if argv and argv[0] in _NOT_YET:
+        sys.stderr.write(
+            f"error: python -m elastic {argv[0]}: not yet served by this version; served: status\n"
+        )
+        return ExitCode.WRONG
+    parser = argparse.ArgumentParser(prog="python -m elastic")
+    commands = parser.add_subparsers(dest="command", required=True)
+    told = commands.add_parser("status", help="where the run at a URL stands")
+    told.add_argument("url", help="the run's URL")
+    told.add_argument("--json", action="store_true", help="the whole summary as JSON")
+    told.add_argument(
+        "--exit-code",
+        action="store_true",
+        help="exit with the run's code: 0 complete or stopped, 1 running, 75 preempted, 76 failed, 2 no run",
+    )
+    told.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an argument of the fsspec file system",
+    )
+    found = parser.parse_args(argv)
+    try:
+        options = dict(_pair(text) for text in found.option)
+        code = status(found.url, options, as_json=found.json)
+    except (CheckpointError, ValueError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return ExitCode.WRONG
+    return code if found.exit_code else ExitCode.DONE
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise ValueError(f"--option: found {text!r}, expected key=value")
+    return key, value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,249 @@
+"""One's own loop: `elastic.start` and the five calls that give a script position, state and restarts.
+
+Stands on the same Run as the project's loop. What it adds: a loader that yields this rank's part of each
+step as one batch, a communication hook that makes DDP's mean exact for uneven parts, and the agreement
+of the ranks, which here takes one small exchange a step.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from checkpoints.errors import OptionError
+from checkpoints.options import CheckpointOptions, Interval
+from elastic.agreement import Agreed
+from elastic.core import Run
+from elastic.ending import end_worker
+from elastic.entry import set_up_logging
+from elastic.errors import ElasticError, StartError
+from elastic.faults import leave
+from elastic.identity import compare_ranks, fingerprint_dataset
+from elastic.loader import Loader, StepBatch, count_samples
+from elastic.opening import Session, Setup, code_hash, open_session
+from elastic.sampler import Plan
+from elastic.seeding import mix, seed_all
+from elastic.weights import model_fingerprint, unwrap
+
+__all__ = ["OwnLoader", "OwnRun", "start"]
+
+
+def start(
+    url: str,
+    *,
+    every: object = "1 epoch",
+    seed: int = 0,
+    backend: str = "auto",
+    signals: tuple[str, ...] = ("SIGTERM",),
+    timeout_s: float = 600.0,
+    audit: bool = False,
+    **checkpoint: Any,
+) -> "OwnRun":
+    """Meet the other ranks, start the process group, and return the run. Collective; main thread.
+
+    An exception that ends the script from here on gets the exit code and the line of a run's end.
+
+    Args:
+        url: Where the run lies: a folder, or anything fsspec knows.
+        every: How often a checkpoint is made: `500 steps`, `10 min`, `1 epoch` or `off`.
+        seed: Of the order of samples and of the model's random draws.
+        backend: auto, nccl, gloo or mpi.
+        signals: Signals that mean: save the state and leave.
+        timeout_s: Longest wait for the other ranks, at the start and in a step.
+        audit: Write the indices of each step and rank to audit/.
+        checkpoint: Other keys of the `checkpoint` section: keep, keep_every, storage_options, …
+    """
+    place_rank = int(os.environ.get("RANK", "0") or 0)
+    set_up_logging(primary=place_rank == 0)
+    session = open_session(os.environ, signals)
+    run: OwnRun | None = None
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        leave(end_worker(error.with_traceback(trace), session, run))
+
+    sys.excepthook = end
+    try:
+        options = CheckpointOptions(url=url, every=Interval.parse(every), **checkpoint)
+    except (OptionError, TypeError) as error:
+        raise StartError(f"elastic.start: {error}") from error
+    setup = Setup(
+        checkpoint=options,
+        backend=backend,
+        timeout_s=timeout_s,
+        audit=audit,
+        config={"seed": seed, "every": str(options.every), "backend": backend},
+    )
+    run = OwnRun(session, setup, seed=seed)
+    return run
+
+
+class OwnRun(Run):
+    """The run of an own loop: `loader`, `attach`, `epochs`, `step`."""
+
+    def __init__(self, session: Session, setup: Setup, *, seed: int) -> None:
+        """Meet and start the world; use `elastic.start`."""
+        self.seed = seed
+        script = Path(sys.argv[0])
+        code = code_hash([script] if script.is_file() else [])
+        super().__init__(session, setup, code=code, prepare=lambda: None)
+        self._loader: OwnLoader | None = None
+        self._part: StepBatch | None = None
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        *,
+        global_batch_size: int,
+        drop_last: bool = False,
+        **passed: Any,
+    ) -> "OwnLoader":
+        """A DataLoader of this rank's part of each step, as one batch; `passed` goes to DataLoader.
+
+        Raises:
+            StartError: The dataset has no length or no items, or an argument is one that the plan decides.
+        """
+        plan = Plan(
+            n=count_samples(dataset),
+            global_batch_size=global_batch_size,
+            seed=self.seed,
+            shards=self.world.world_size,
+            drop_last=drop_last,
+        )
+        loader = Loader(dataset, plan, rank=self.world.rank, keep_random_state=False, passed=passed)
+        self._loader = OwnLoader(self, loader, dataset)
+        self.epoch_samples = plan.samples
+        return self._loader
+
+    def attach(self, *, model: nn.Module, **objects: Any) -> None:
+        """Take what makes up the state, and bring it to where the run stands. Collective.
+
+        Args:
+            model: The DDP module; in a world of one it may be the plain model.
+            objects: optimizer, scheduler, scaler, and anything else with state_dict and load_state_dict.
+
+        Raises:
+            StartError: The URL holds another run, or the model is not wrapped with DDP.
+        """
+        if self._loader is None:
+            raise StartError("run.attach: found no loader, expected run.loader(...) before it")
+        if self.world.world_size > 1 and not isinstance(model, DistributedDataParallel):
+            raise StartError(
+                f"run.attach: model: found {type(model).__name__} in a world of "
+                f"{self.world.world_size}, expected it wrapped with DistributedDataParallel"
+            )
+        plan = self._loader.plan
+        plain = unwrap(model)
+        parts = {
+            "dataset": fingerprint_dataset(self._loader.dataset, plan.n, None),
+            "model": model_fingerprint(plain),
+        }
+        compare_ranks(self.world.gather(parts))
+        self.identify(
+            {
+                "job": "own loop",
+                "train.seed": plan.seed,
+                "train.order": plan.order,
+                "train.global_batch_size": plan.global_batch_size,
+                "train.drop_last": plan.drop_last,
+                **parts,
+            }
+        )
+        self.claim()
+        super().attach(model=model, **objects)
+        self.restore(lambda: None)
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(self, _sum_weighed)
+
+    def step(self, loss: Tensor | float | None = None, **values: float) -> None:  # type: ignore[override]  # the design's name for both: steps done is `steps`
+        """End a step: count it, save if due, look for signals, show progress. Collective.
+
+        Args:
+            loss: The mean over the batch that the loader gave; what is logged is the mean over all ranks.
+            values: Further numbers for the step's journal line.
+        """
+        part = self._part
+        if part is None:
+            raise ElasticError("run.step: found no batch taken from run.loader, expected one")
+        self._part = None
+        own = sum(micro.samples for micro in part.micro_batches)
+        share = 0.0 if loss is None or not own else _number(loss) * own
+        summed = self.world.all_sum([share, *self.request().pack()])
+        agreed = Agreed.read(summed[1:])
+        mean = summed[0] / part.size if loss is not None else float("nan")
+        self.count(part.size, loss=mean, **values)
+        self.settle(agreed)
+
+    def finish(self) -> None:
+        """The run is over: as Run.finish, then give everything back. Collective."""
+        super().finish()
+        self.close()
+        self._session.slot.end(None)
+
+    @property
+    def share(self) -> float:
+        """The weight of this rank's mean in the mean over the step's samples."""
+        part = self._part
+        if part is None:
+            return 1.0 / self.world.world_size
+        return sum(micro.samples for micro in part.micro_batches) / part.size
+
+    def take(self, part: StepBatch) -> None:
+        """Note the part that the loop is about to use."""
+        indices = [i for micro in part.micro_batches for i in micro.indices]
+        self.records.audit(self.progress, indices)
+        seed_all(mix(self.seed, self.progress.step + 1, self.world.rank, 0), self.device)
+        self._part = part
+
+
+class OwnLoader:
+    """Iterates over this rank's parts of the epoch under way, from the run's position."""
+
+    def __init__(self, run: OwnRun, loader: Loader, dataset: Dataset[Any]) -> None:
+        """Made by `run.loader`."""
+        self._run, self._loader = run, loader
+        self.dataset = dataset
+        self.plan = loader.plan
+
+    def __len__(self) -> int:
+        """Steps that are left of the epoch under way."""
+        progress = self._run.progress
+        if progress.position >= self.plan.samples:
+            return 0
+        return self.plan.steps - self.plan.step_at(progress.position)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches; each must be followed by one `run.step`."""
+        run = self._run
+        for part in self._loader.parts(run.progress.epoch, run.progress.position):
+            if run.over:
+                return
+            before = run.progress.step
+            run.take(part)
+            yield part.micro_batches[0].data
+            if run.progress.step != before + 1:
+                raise ElasticError(
+                    f"run.step: found {run.progress.step - before} calls for a batch, expected one"
+                )
+
+
+def _sum_weighed(run: OwnRun, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Weigh this rank's gradient by its share of the step's samples, and sum."""
+    buffer = bucket.buffer().mul_(run.share)
+    work = dist.all_reduce(buffer, async_op=True)
+    return cast("torch.futures.Future[Tensor]", work.get_future().then(_first))
+
+
+def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return future.value()[0]
+
+
+def _number(value: Tensor | float) -> float:
+    return float(value.detach()) if isinstance(value, Tensor) else float(value)

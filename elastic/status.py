@@ -1,0 +1,82 @@
+"""`python -m elastic status URL`: where a run stands, from its records alone; imports no torch."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from checkpoints.errors import CheckpointError, ObjectMissingError
+from checkpoints.generations import newest_generation
+from checkpoints.layout import SUMMARY
+from checkpoints.store import Store, open_store
+from elastic.errors import ExitCode
+
+__all__ = ["code_of", "status"]
+
+_CODES: Final[Mapping[str, ExitCode]] = {
+    "complete": ExitCode.DONE,
+    "stopped": ExitCode.DONE,
+    "preempted": ExitCode.PREEMPTED,
+    "failed": ExitCode.ATTENTION,
+    "running": ExitCode.RETRY,
+}
+
+
+def code_of(summary: Mapping[str, Any] | None) -> ExitCode:
+    """The exit code of section 10 that a run's summary stands for; a run without one is wrong."""
+    if summary is None:
+        return ExitCode.WRONG
+    return _CODES.get(str(summary.get("status")), ExitCode.RETRY)
+
+
+def status(url: str, options: Mapping[str, object], *, as_json: bool) -> ExitCode:
+    """Print where the run at `url` stands; returns its exit code.
+
+    Raises:
+        CheckpointError: The URL cannot be read.
+    """
+    store = open_store(url, options)
+    found = _read(store)
+    if found is None:
+        claimed = newest_generation(store)
+        what = f"generation {claimed} is starting" if claimed else "there is no run"
+        sys.stdout.write(f"{store.display_url}: {what}\n")
+    elif as_json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    else:
+        sys.stdout.write("\n".join(_lines(store.display_url, found)) + "\n")
+    return code_of(found)
+
+
+def _read(store: Store) -> dict[str, Any] | None:
+    try:
+        found = json.loads(store.get(SUMMARY))
+    except ObjectMissingError:
+        return None
+    except ValueError as error:
+        raise CheckpointError(f"{store.display_url}/{SUMMARY}: not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{store.display_url}/{SUMMARY}: found no object, expected a summary")
+    return found
+
+
+def _lines(url: str, found: Mapping[str, Any]) -> Sequence[str]:
+    figures = "  ".join(f"{k} {v:.4g}" for k, v in found["metrics"].items() if v is not None)
+    best = found["best"]
+    lines = [
+        f"{url}: {found['status']}, generation {found['generation']}, epoch {found['epochs']}, step "
+        f"{found['steps']}",
+        f"restarts {found['restarts']}, lost steps {found['lost_steps']}, goodput {found['goodput']:.3f}",
+    ]
+    if figures:
+        lines.append(figures)
+    if best is not None:
+        lines.append(
+            f"best {best['metric']} {best['value']} at step {best['step']}: {best['checkpoint']}"
+        )
+    lines += [
+        f"generation {row['generation']}: W={row['world_size']}, steps {row['start_step']} to "
+        f"{row['end_step']}, {row['source']} ({row['cause']})"
+        for row in found["generations"][-10:]
+    ]
+    return lines
