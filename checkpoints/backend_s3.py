@@ -135,8 +135,8 @@ class S3Backend(ObjectBackend):
         self._fs.call_s3("delete_object", **self._key(name))
 
     def delete_tree(self, folder: str) -> None:
-        """Delete in bulk."""
-        keys = [self._key(name) for name in self.names(f"{folder}/")]
+        """Delete in bulk, with the folder's own mark, which some servers keep and show."""
+        keys = [self._key(name) for name in [*self.names(f"{folder}/"), f"{folder}/"]]
         for at in range(0, len(keys), _BULK):
             batch = [{"Key": where["Key"]} for where in keys[at : at + _BULK]]
             reply = self._fs.call_s3(

