@@ -4,8 +4,6 @@ Pure: a Request is one rank's side, an Agreed is the sum over all ranks, so that
 alike at the same step. How the numbers travel is the reducer's or the control group's business.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -68,7 +66,7 @@ class Agreed:
         return bool(self.leave or self.notice)
 
     @classmethod
-    def read(cls, summed: Sequence[float]) -> Agreed:
+    def read(cls, summed: Sequence[float]) -> "Agreed":
         """From the summed numbers of `Request.pack`."""
         leave, notice, save, evaluate, stop, superseded, parted = (round(v) for v in summed)
         return cls(

@@ -5,32 +5,17 @@ counted when its update is done; a save, a signal or an early end is agreed by a
 boundary; a generation commits a step at most once. How a step is computed is not known here.
 """
 
-from __future__ import annotations
-
-import copy
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal
 
-import torch
-from torch import nn
-
-from checkpoints.errors import PartedError, StoreError, SupersededError
-from checkpoints.generations import check_fence
-from checkpoints.layout import Claim
-from checkpoints.manager import CheckpointManager
-from checkpoints.store import Store
-from elastic import resume, summary
+from checkpoints.errors import PartedError, SupersededError
 from elastic.agreement import Agreed, Request
-from elastic.errors import ElasticError, OverruledError, PreemptedError
-from elastic.monitor import Fault
-from elastic.opening import Session, Setup, agents_of, faults_of, hello_of, open_run_store, open_world
-from elastic.progress import Progress
-from elastic.records import Records, status_of
-from elastic.saving import Saver, is_due, is_due_at_epoch_end
-from elastic.state import TrainState
+from elastic.errors import ElasticError, PreemptedError
+from elastic.generation import Generation
+from elastic.records import status_of
+from elastic.saving import is_due, is_due_at_epoch_end
 from elastic.weights import model_tensors, weights_sha256
 
 __all__ = ["Run"]
@@ -42,55 +27,13 @@ _PEER_S: Final = 3.0
 _POLL_S: Final = 0.05
 
 
-class Run:
+class Run(Generation):
     """One generation of a run, on one rank.
 
     In order: made, `identify`, `claim`, `restore`, then `epochs` around steps that are `count`ed and
     `settle`d; `finish` is the end of `epochs`, `close` the end of all.
     """
 
-    def __init__(
-        self, session: Session, setup: Setup, *, code: str, prepare: Callable[[], None]
-    ) -> None:
-        """Reach the store, meet the other ranks, start the process group. Collective.
-
-        Raises:
-            StartError: The start is wrong, on every rank.
-            MeetingError: The ranks did not find each other in time.
-        """
-        self._session, self._setup = session, setup
-        self.store: Store = open_run_store(session, setup.checkpoint)
-        hello = hello_of(session, setup, code)
-        self.world, self._meeting, self._hellos = open_world(session, setup, self.store, hello, prepare)
-        self.former_faults: list[Fault] = faults_of(self._hellos)
-        self.progress = Progress()
-        self.state = TrainState()
-        options = setup.checkpoint
-        self.manager = CheckpointManager(
-            self.store,
-            keep=options.keep,
-            keep_every=options.keep_every,
-            part_bytes=options.part_bytes,
-            fence=self._fence,
-        )
-        self.epochs_planned: int | None = None
-        self.max_steps: int | None = None
-        self.epoch_samples: int | None = None
-        """Samples that an epoch uses; the loader knows."""
-        self.keep_best = 0
-        self._run_id = ""
-        self._model: nn.Module | None = None
-        self._claim: Claim | None = None
-        self._records: Records | None = None
-        self._saver: Saver | None = None
-        self._watch: _FenceWatch | None = None
-        self._restored: Progress | None = None
-        self._loss = float("nan")
-        self._save_deferred = False
-        self._stop_asked: str | None = None
-        self._finished = False
-
-    # ---------------------------------------------------------------------------- what hooks see
     @property
     def step(self) -> int:
         """Steps of the run that are done."""
@@ -101,21 +44,6 @@ class Run:
         """The epoch, counted from 0."""
         return self.progress.epoch
 
-    @property
-    def generation(self) -> int:
-        """The number of this start; 0 before it is claimed."""
-        return 0 if self._claim is None else self._claim.generation
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self.world.device
-
-    @property
-    def is_primary(self) -> bool:
-        """Whether this is rank 0."""
-        return self.world.is_primary
-
     def log(self, **values: float) -> None:
         """Add named numbers to the journal line of the next step that is counted."""
         self.records.log(values)
@@ -124,117 +52,6 @@ class Run:
         """Ask for an early, orderly end; the primary's word counts, all ranks end together."""
         self._stop_asked = reason
 
-    @property
-    def records(self) -> Records:
-        """The generation's records; they exist once it is claimed."""
-        if self._records is None:
-            raise ElasticError("records: found no claimed generation, expected claim() before")
-        return self._records
-
-    # ---------------------------------------------------------------------------- the start
-    def identify(self, identity: Mapping[str, Any]) -> None:
-        """Check that the URL holds this run, or create it. Collective.
-
-        Raises:
-            StartError: It holds another run: names the first difference.
-        """
-        self._session.slot.beat(0, "check")
-        found = resume.agree_on_run(self.world, self.store, identity, self._setup.accept)
-        self._run_id, notes = found
-        self.tell(notes)
-
-    def claim(self) -> None:
-        """Claim the next generation. Collective.
-
-        Raises:
-            OverruledError: A newer launch owns the run.
-        """
-        self._claim = resume.claim_generation(
-            self.world,
-            self.store,
-            agents=agents_of(self._hellos),
-            hosts=[hello["host"] for hello in self._hellos],
-            run_id=self._run_id,
-            config=self._setup.config,
-            faults=self.former_faults,
-        )
-        self._session.slot.begin(self.world.rank, self.generation)
-        self._records = Records(
-            self.store,
-            self._claim,
-            rank=self.world.rank,
-            run_id=self._run_id,
-            audit=self._setup.audit,
-        )
-        self._records.faults(self.former_faults)
-
-    def attach(self, *, model: nn.Module, **objects: Any) -> None:
-        """Take the objects that make up the state, as code and config just made them."""
-        self._model = model
-        self.state.attach(model=model, **objects)
-
-    def restore(self, initialize: Callable[[], None]) -> None:
-        """Bring the attached state to where the run stands, and begin. Collective.
-
-        `initialize` sets first weights; the primary calls it where nothing is there to restore.
-
-        Raises:
-            StartError: The checkpoint does not fit the model.
-        """
-        self._session.slot.beat(0, "restore")
-        found = resume.find_state(self.world, self.manager)
-        for damaged in found.damaged:
-            self.records.event("damaged", what=damaged)
-        if found.tree is None:
-            source = self._begin(initialize)
-        else:
-            source = "store"
-            tree = dict(found.tree)
-            self.progress = Progress.from_tree(tree.pop("progress"))
-            at = self.progress
-            self._restored = copy.deepcopy(at)
-            self.tell(self.state.restore(tree, steps=at.step, epochs=at.epoch))
-        resume.compare_replicas(self.world, self.state.digest(replicated=True))
-        if self.is_primary:
-            self._begin_records(found, source)
-        self.world.barrier()
-        self._session.signals.arm()
-        self.records.ledger.start()
-
-    def _begin(self, initialize: Callable[[], None]) -> str:
-        """Set first weights: the job's own or a file's; the primary's reach everybody."""
-        init_from = self._setup.checkpoint.init_from
-        if init_from is not None:
-            options = self._setup.checkpoint.storage_options
-            self.tell(resume.load_initial(self._attached, init_from, options))
-        elif self.is_primary:
-            initialize()
-        self.state.broadcast_model(self.world)
-        return "fresh" if init_from is None else "init"
-
-    def _begin_records(self, found: resume.Found, source: str) -> None:
-        claimed = self._claimed
-        at = self.progress
-        resume.say_started(
-            self.store,
-            claimed,
-            found=found,
-            source=source,
-            step=at.step,
-            position=(at.epoch, at.position),
-        )
-        self._saver = Saver(
-            self.manager,
-            self._setup.checkpoint,
-            run_id=self._run_id,
-            generation=self.generation,
-            parent=found.name,
-        )
-        self._watch = _FenceWatch(self.store, claimed)
-        began = min(float(hello["began"]) for hello in self._hellos)
-        self.records.started(at, parent=found.name, source=source, began=began)
-
-    # ---------------------------------------------------------------------------- the loop
     def epochs(self, epochs: int) -> Iterator[int]:
         """Yield the epochs that are still to do, from the resumed one; then finish the run.
 
@@ -276,7 +93,14 @@ class Run:
             parted=isinstance(self._watch.found, PartedError),
         )
 
-    def count(self, samples: int, *, loss: float, skipped: bool = False, **values: float) -> None:
+    def count(
+        self,
+        samples: int,
+        *,
+        loss: float,
+        values: Mapping[str, float],
+        skipped: bool = False,
+    ) -> None:
         """Count the step whose update is done or skipped. Every rank."""
         if skipped:
             self.records.audit(self.progress, [], skipped=True)
@@ -318,47 +142,6 @@ class Run:
         if due or self._save_deferred:
             self.save()
 
-    def save(self) -> bool:
-        """Make a checkpoint of the present state. Every rank; the answer is the primary's alone.
-
-        Raises:
-            OverruledError: The run belongs to a newer launch.
-            AttentionError: Nothing could be saved for too long.
-        """
-        self._save_deferred = False
-        if self.records.audits_in_parts:
-            self.records.flush_audit()
-            self.world.barrier()
-        saver = self._saver
-        if saver is None:
-            return True
-        name = saver.name(self.progress.step)
-        if saver.last == name:
-            return True
-        self._session.slot.beat(self.progress.step, "save")
-        if saver.last is None and self.progress == self._restored:
-            return True  # nothing has happened since the checkpoint that this generation began from
-        self.progress.name_checkpoint(str(name))
-        tree = {**self.state.capture(), "progress": self.progress.to_tree()}
-        protect = self.progress.protected(self.keep_best)
-        began = time.monotonic()
-        try:
-            with self.records.spend("checkpoint"):
-                saved = saver.save(tree, step=self.progress.step, info=self._info(), protect=protect)
-        except (SupersededError, PartedError) as error:
-            raise self._overruled(superseded=isinstance(error, SupersededError)) from error
-        took = round(time.monotonic() - began, 4)
-        spent = self.records.ledger.totals()
-        if saved:
-            self.records.event(
-                "checkpoint", step=self.progress.step, checkpoint=str(name), seconds=took, spent=spent
-            )
-        else:
-            self.records.event("save failed", step=self.progress.step, error=saver.last_error)
-        self.records.flush()
-        return saved
-
-    # ---------------------------------------------------------------------------- the ends
     def leave(self) -> None:
         """Save, wait for it together, and end this generation. Collective.
 
@@ -375,7 +158,9 @@ class Run:
             self.records.summarize("preempted" if saved else "running", self.progress)
         self.world.barrier()
         if not saved:
-            raise ElasticError("told to leave, but the state could not be saved; the last checkpoint stays")
+            raise ElasticError(
+                "told to leave, but the state could not be saved; the last checkpoint stays"
+            )
         deadline = time.monotonic() + _PEER_S
         # A change of membership signals every node, but not at one moment.
         while not signals.pending and time.monotonic() < deadline:
@@ -407,7 +192,7 @@ class Run:
 
     def _write_end(self) -> None:
         at = self.progress
-        status: summary.Status = "complete" if at.stopped is None else "stopped"
+        status: Literal["complete", "stopped"] = "complete" if at.stopped is None else "stopped"
         spent = self.records.ledger.totals()
         self.records.event("end", status=status, step=at.step, spent=spent)
         self.records.flush()
@@ -420,17 +205,6 @@ class Run:
             f"{status}{why}: {at.epoch} epochs, {at.step} steps{figures}{saved} at {self.store.display_url}"
         )
 
-    def close(self) -> None:
-        """Give everything back, in order."""
-        if self._watch is not None:
-            self._watch.stop()
-        if self._records is not None:
-            self._records.close()
-        self.manager.close()
-        self.world.close()
-        self._meeting.close()
-
-    # ---------------------------------------------------------------------------- the rest
     def told_to_leave(self) -> bool:
         """Whether this rank was told to leave."""
         return self._session.signals.pending
@@ -440,60 +214,15 @@ class Run:
         at = self.progress
         figures = {k: v for k, v in metrics.items() if abs(v) < float("inf")}
         self.records.event(
-            "eval", step=at.step, epoch=at.epoch, metrics=figures, spent=self.records.ledger.totals()
+            "eval",
+            step=at.step,
+            epoch=at.epoch,
+            metrics=figures,
+            spent=self.records.ledger.totals(),
         )
         if self.is_primary:
             shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             self.records.console.say(f"epoch {at.epoch + 1}  step {at.step}  evaluation: {shown}")
-
-    def write_fault(self, fault: Fault, *, failed: bool) -> None:
-        """Write a fault of this generation down, once it is claimed. Any rank."""
-        if self._records is not None:
-            self._records.own_fault(fault, failed=failed)
-
-    def already_over(self) -> dict[str, Any] | None:
-        """The summary of a run that is complete or was stopped on purpose, else None. Collective."""
-        found: dict[str, Any] | None = None
-        if self.is_primary:
-            try:
-                found = summary.read(self.store)
-            except StoreError as error:
-                logger.warning("summary.json could not be read: %s", error)
-        if found is not None and found.get("status") not in {"complete", "stopped"}:
-            found = None
-        told = self.world.broadcast(found)
-        return told if isinstance(told, dict) else None
-
-    def tell(self, notes: Sequence[str]) -> None:
-        """Say something once, on the primary."""
-        if self.is_primary:
-            for note in notes:
-                logger.info("%s", note)
-
-    @property
-    def _attached(self) -> nn.Module:
-        if self._model is None:
-            raise ElasticError("model: found none, expected attach() before")
-        return self._model
-
-    @property
-    def _claimed(self) -> Claim:
-        if self._claim is None:
-            raise ElasticError("generation: found none, expected claim() before")
-        return self._claim
-
-    def _info(self) -> dict[str, Any]:
-        at = self.progress
-        return {
-            "step": at.step,
-            "epoch": at.epoch,
-            "position": at.position,
-            "samples": at.samples,
-            "metrics": {k: v for k, v in at.metrics.items() if abs(v) < float("inf")},
-            "best": None if at.best is None else at.best.checkpoint,
-            "stopped": at.stopped,
-            "world_size": self.world.world_size,
-        }
 
     def _status(self) -> Any:
         return status_of(
@@ -503,40 +232,3 @@ class Run:
             world_size=self.world.world_size,
             saved=None if self._saver is None else self._saver.last,
         )
-
-    def _fence(self) -> None:
-        check_fence(self.store, self._claimed)
-
-    def _overruled(self, *, superseded: bool) -> ElasticError:
-        if superseded:
-            return OverruledError(
-                f"generation {self.generation} was superseded: a newer launch owns "
-                f"{self.store.display_url}; this one ends, nothing that it saved is lost"
-            )
-        return ElasticError(f"generation {self.generation} was overtaken: the run went on without us")
-
-
-class _FenceWatch:
-    """Looks now and then whether a newer generation was claimed. Primary only, in its own thread."""
-
-    def __init__(self, store: Store, claimed: Claim) -> None:
-        self.found: SupersededError | PartedError | None = None
-        self._store, self._claim = store, claimed
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fence", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._over.wait(_FENCE_S):
-            try:
-                check_fence(self._store, self._claim)
-            except (SupersededError, PartedError) as error:
-                self.found = error
-                return
-            except StoreError as error:
-                logger.debug("the fence could not be looked at: %s", error)
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._over.set()
-        self._thread.join(timeout=1.0)

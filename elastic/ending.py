@@ -5,8 +5,6 @@ traceback once in the life of an agent; a rank that only lost its peer names the
 the same exception at the same step twice ends the run. Codes are those of the design's section 10.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import sys
@@ -41,7 +39,7 @@ _POLL_S: Final = 0.05
 _ENDS_AGENT: Final = (ExitCode.WRONG, ExitCode.ATTENTION, ExitCode.SUPERSEDED)
 
 
-def end_worker(error: BaseException, session: Session, run: Run | None) -> int:
+def end_worker(error: BaseException, session: Session, run: "Run | None") -> int:
     """Tell and record why this worker ends; returns its exit code, or ends the agent with it."""
     code = _tell(error, session, run)
     _kill_children()
@@ -51,7 +49,7 @@ def end_worker(error: BaseException, session: Session, run: Run | None) -> int:
     return code
 
 
-def _tell(error: BaseException, session: Session, run: Run | None) -> ExitCode:
+def _tell(error: BaseException, session: Session, run: "Run | None") -> ExitCode:
     if isinstance(error, PreemptedError):
         session.slot.end(session.slot.fault(error, "preempted"))
         _say_primary(session, str(error))
@@ -75,7 +73,7 @@ def _tell(error: BaseException, session: Session, run: Run | None) -> ExitCode:
     return _tell_exception(error, session, run)
 
 
-def _tell_final(error: ElasticError, session: Session, run: Run | None) -> ExitCode:
+def _tell_final(error: ElasticError, session: Session, run: "Run | None") -> ExitCode:
     """An end that no restart may follow: one line, and the run's summary where it is this run's."""
     fault = session.slot.fault(error)
     session.slot.end(fault)
@@ -86,7 +84,7 @@ def _tell_final(error: ElasticError, session: Session, run: Run | None) -> ExitC
     return error.code
 
 
-def _tell_lost_peer(error: BaseException, session: Session, run: Run | None) -> ExitCode:
+def _tell_lost_peer(error: BaseException, session: Session, run: "Run | None") -> ExitCode:
     """Only an echo: name the one that it echoes, where it was on this node."""
     fault = session.slot.fault(error, "collective")
     session.slot.end(fault)
@@ -96,7 +94,11 @@ def _tell_lost_peer(error: BaseException, session: Session, run: Run | None) -> 
             run.write_fault(cause, failed=False)
         return ExitCode.RETRY
     said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-    say_once(session.folder, f"rank {session.place.rank} lost a peer at step {fault.step}: {said}", fresh=True)
+    say_once(
+        session.folder,
+        f"rank {session.place.rank} lost a peer at step {fault.step}: {said}",
+        fresh=True,
+    )
     return ExitCode.RETRY
 
 
@@ -110,7 +112,7 @@ def _causes(folder: Path, own: Path) -> list[Fault]:
         time.sleep(_POLL_S)
 
 
-def _tell_exception(error: BaseException, session: Session, run: Run | None) -> ExitCode:
+def _tell_exception(error: BaseException, session: Session, run: "Run | None") -> ExitCode:
     """The user's own code or ours failed: its traceback once; twice at one place is enough."""
     fault = session.slot.fault(error)
     again = [f for f in session.former if f.signature == fault.signature and f.step == fault.step]

@@ -5,8 +5,6 @@ without using up restarts; a user's exception is their own traceback, once; ever
 of the design's section 10. Imports torch only when the settings have been read.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Mapping, Sequence

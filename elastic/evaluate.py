@@ -5,8 +5,6 @@ that the result does not depend on the number of ranks; a signal is noticed with
 agreed by all ranks; a job's hook leaves the random streams as it found them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final

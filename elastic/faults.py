@@ -5,8 +5,6 @@ never told as the fault of the rank that noticed it; a user sees the traceback o
 Which flags lead to which end is agreed by all ranks at a step boundary, in `elastic.core`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import hashlib

@@ -5,8 +5,6 @@ the key, what was there and what is found, so that nobody trains on another data
 than the run began with.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
@@ -53,7 +51,9 @@ def _feed(update: Any, value: Any) -> None:
         plain = value.detach().cpu().contiguous()
         update(bytes(plain.flatten().view(torch.uint8).numpy() if plain.numel() else b""))
     elif hasattr(value, "tobytes"):
-        update(f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', getattr(value, 'size', ''))}".encode())
+        update(
+            f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', getattr(value, 'size', ''))}".encode()
+        )
         update(value.tobytes())
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
@@ -133,7 +133,11 @@ def _dataset_difference(old: Any, new: Any) -> str:
 def _model_difference(old: Any, new: Any) -> str:
     before = {name: (dtype, tuple(shape)) for name, dtype, shape in old}
     after = {name: (dtype, tuple(shape)) for name, dtype, shape in new}
-    wrong = [n for n in (*before, *(n for n in after if n not in before)) if before.get(n) != after.get(n)]
+    wrong = [
+        n
+        for n in (*before, *(n for n in after if n not in before))
+        if before.get(n) != after.get(n)
+    ]
     if not wrong:
         return "its tensors come in another order"
     name = wrong[0]

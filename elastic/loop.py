@@ -5,13 +5,11 @@ or a save is, is theirs. Promises: a step's evaluation belongs to the state that
 that best and patience survive any fault; an epoch's end is done once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,7 +19,7 @@ from elastic.core import Run
 from elastic.errors import StartError
 from elastic.evaluate import Evaluation
 from elastic.identity import compare_ranks, fingerprint_dataset
-from elastic.loader import Loader, count_samples
+from elastic.loader import Loader, StepBatch, count_samples
 from elastic.options import Settings
 from elastic.reduce import Reducer
 from elastic.sampler import Plan
@@ -69,7 +67,7 @@ class Training:
         )
         run.restore(lambda: job.initialize(model))
         self.model = model
-        compiled = torch.compile(model) if train.compile else None
+        compiled = cast("nn.Module", torch.compile(model)) if train.compile else None
         reducer = Reducer(
             model, run.world, compiled=compiled, find_unused=train.find_unused_parameters
         )
@@ -88,6 +86,8 @@ class Training:
         self._evaluation = self._prepare_evaluation()
         self._eval_clock = Clocked(interval=settings.eval.every)
         self._eval_clock.restart()
+        self._evaluated_at = -1
+        self._hooks_steps = type(job).on_step is not Job.on_step
 
     # ---------------------------------------------------------------------------- the loop
     def train(self) -> None:
@@ -98,6 +98,8 @@ class Training:
             self._train_epoch(epoch)
             if run.at_epoch_end:
                 self._end_epoch(epoch)
+            elif run.over and run.progress.stopped is None and self._evaluated_at != run.step:
+                self._evaluate()  # train.max_steps ends inside an epoch: its figures all the same
         if run.is_primary:
             with kept_random_state(run.device):
                 self.job.on_end(run)
@@ -105,7 +107,7 @@ class Training:
     def _train_epoch(self, epoch: int) -> None:
         run = self.run
         batches = self._loader.epoch(epoch, run.progress.position)
-        with contextlib.closing(batches):
+        with contextlib.closing(cast("Generator[StepBatch]", batches)):
             for batch in batches:
                 if run.over:
                     return
@@ -117,10 +119,10 @@ class Training:
                     batch.size,
                     loss=result.loss,
                     skipped=result.skipped,
-                    lr=result.lr,
-                    grad_norm=result.grad_norm,
+                    values={"lr": result.lr, "grad_norm": result.grad_norm},
                 )
-                self._hook(self.job.on_step)
+                if self._hooks_steps:
+                    self._hook(self.job.on_step)
                 due = is_due(self.settings.eval.every, run.step) or result.agreed.evaluate
                 # At an epoch's last step it is done once, at the epoch's end.
                 if due and not result.agreed.leaving and not run.at_epoch_end:
@@ -155,9 +157,10 @@ class Training:
             run.progress.evaluation_due = False
             return
         with run.records.spend("eval"):
-            run.world.broadcast_tensors([b for b in self.model.buffers()])
+            run.world.broadcast_tensors(list(self.model.buffers()))
             metrics = self._evaluation.run(self.model, leaving=run.told_to_leave)
         self._eval_clock.restart()
+        self._evaluated_at = run.step
         if metrics is None:
             run.leave()
             return

@@ -4,8 +4,6 @@ The ledger adds up seconds by what they were spent on; the console turns a step 
 redrawn in place on a terminal and written now and then elsewhere. Trackers get their seam here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -117,7 +115,9 @@ class Console:
 def _render(status: Status, rate: float) -> str:
     epochs = f"/{status.epochs}" if status.epochs is not None else ""
     loss = f"  loss {status.loss:.4f}" if status.loss is not None else ""
-    saved = f"  saved at {status.saved_step}" if status.saved_step is not None else "  not saved yet"
+    saved = (
+        f"  saved at {status.saved_step}" if status.saved_step is not None else "  not saved yet"
+    )
     return (
         f"epoch {status.epoch + 1}{epochs}  step {status.step}{loss}  {rate:,.0f} samples/s"
         f"  W={status.world_size}{saved}"

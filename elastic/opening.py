@@ -5,8 +5,6 @@ other settings, a local folder that the nodes do not share) ends with a StartErr
 anything is claimed or written to the run. Afterwards the same troubles are told and waited out.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -29,7 +27,15 @@ from elastic.monitor import Fault, Slot, open_slot, previous_faults
 from elastic.ranks import Place, read_place
 from elastic.world import World, start_world
 
-__all__ = ["Session", "Setup", "hello_of", "open_run_store", "open_session", "open_world", "prepare_once"]
+__all__ = [
+    "Session",
+    "Setup",
+    "hello_of",
+    "open_run_store",
+    "open_session",
+    "open_world",
+    "prepare_once",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +97,9 @@ def open_session(environ: Mapping[str, str], signals: Sequence[str]) -> Session:
 
 
 def _note_early_end(slot: Slot) -> None:
-    slot.end(slot.fault(InterruptedError("told to leave before there was anything to save"), "preempted"))
+    slot.end(
+        slot.fault(InterruptedError("told to leave before there was anything to save"), "preempted")
+    )
 
 
 def open_run_store(session: Session, options: CheckpointOptions) -> Store:
@@ -122,7 +130,9 @@ def open_run_store(session: Session, options: CheckpointOptions) -> Store:
                 raise AttentionError(
                     f"checkpoint.max_unsaved: the store has not answered for {waited:.0f} s: {error}"
                 ) from error
-            logger.error("the store does not answer (%s); asked again in %.0f s", error, _LATER_PAUSE_S)
+            logger.warning(
+                "the store does not answer (%s); asked again in %.0f s", error, _LATER_PAUSE_S
+            )
             time.sleep(_LATER_PAUSE_S)
         else:
             # A marker that cannot be written only makes the next start ask as strictly as this one.
@@ -160,7 +170,11 @@ def code_hash(extra: Sequence[Path] = ()) -> str:
 
 
 def open_world(
-    session: Session, setup: Setup, store: Store, hello: Mapping[str, Any], prepare: Callable[[], None]
+    session: Session,
+    setup: Setup,
+    store: Store,
+    hello: Mapping[str, Any],
+    prepare: Callable[[], None],
 ) -> tuple[World, Meeting, list[dict[str, Any]]]:
     """Meet, prepare each node once, start the process group, compare what the ranks are.
 
@@ -201,7 +215,7 @@ def prepare_once(place: Place, meeting: Meeting, prepare: Callable[[], None]) ->
     if meeting.kv is None or place.world_size == 1:
         return
     if place.local_rank == 0:
-        meeting.kv.set(f"prepared/{place.rank}", b"1")
+        meeting.kv.set(f"prepared/{place.rank}", "1")
     leaders = [rank for rank, hello in enumerate(meeting.hellos) if hello["local_rank"] == 0]
     keys = [f"prepared/{rank}" for rank in leaders]
     # Never a blocking wait: its time-out would bound how long a download may take.

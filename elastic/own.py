@@ -66,7 +66,7 @@ def start(
     session = open_session(os.environ, signals)
     run: OwnRun | None = None
 
-    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def end(_kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         leave(end_worker(error.with_traceback(trace), session, run))
 
     sys.excepthook = end
@@ -178,7 +178,7 @@ class OwnRun(Run):
         summed = self.world.all_sum([share, *self.request().pack()])
         agreed = Agreed.read(summed[1:])
         mean = summed[0] / part.size if loss is not None else float("nan")
-        self.count(part.size, loss=mean, **values)
+        self.count(part.size, loss=mean, values=values)
         self.settle(agreed)
 
     def finish(self) -> None:
@@ -234,7 +234,7 @@ class OwnLoader:
                 )
 
 
-def _sum_weighed(run: OwnRun, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum_weighed(run: OwnRun, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch's stubs lack the name
     """Weigh this rank's gradient by its share of the step's samples, and sum."""
     buffer = bucket.buffer().mul_(run.share)
     work = dist.all_reduce(buffer, async_op=True)

@@ -4,8 +4,6 @@ Pure. The position follows the design's words: `(e, n)` means that all steps of 
 its end (evaluation, schedule, best) is not; `(e + 1, 0)` means that the end is done too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -108,7 +106,7 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> Progress:
+    def from_tree(cls, tree: Mapping[str, Any]) -> "Progress":
         """From `to_tree`.
 
         Raises:

@@ -5,8 +5,6 @@ line for each step, so that what a killed generation did is known to the next on
 audit is the primary's.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +13,7 @@ from typing import Any
 
 from checkpoints.errors import StoreError
 from checkpoints.journal import Journal
-from checkpoints.layout import Claim, CheckpointName
+from checkpoints.layout import CheckpointName, Claim
 from checkpoints.store import Store
 from elastic import summary
 from elastic.metrics import Console, Ledger, Status
@@ -32,7 +30,9 @@ _KEPT_FAULTS = 20
 class Records:
     """The records of one generation, on one rank."""
 
-    def __init__(self, store: Store, claimed: Claim, *, rank: int, run_id: str, audit: bool) -> None:
+    def __init__(
+        self, store: Store, claimed: Claim, *, rank: int, run_id: str, audit: bool
+    ) -> None:
         """Open the journal (primary) and the audit (every rank, where asked for)."""
         self._store, self._claim, self._rank, self._run_id = store, claimed, rank, run_id
         self.ledger = Ledger()
@@ -100,7 +100,13 @@ class Records:
         self._logged.update({name: float(value) for name, value in values.items()})
 
     def step(
-        self, progress: Progress, samples: int, *, loss: float, skipped: bool, values: Mapping[str, float]
+        self,
+        progress: Progress,
+        samples: int,
+        *,
+        loss: float,
+        skipped: bool,
+        values: Mapping[str, float],
     ) -> None:
         """Write the line of a step that is done. Primary only; elsewhere it does nothing."""
         if self._journal is None:
@@ -223,7 +229,12 @@ def add_fault(store: Store, generation: int, fault: Fault, *, failed: bool) -> N
 
 
 def status_of(
-    progress: Progress, *, epochs: int | None, loss: float, world_size: int, saved: CheckpointName | None
+    progress: Progress,
+    *,
+    epochs: int | None,
+    loss: float,
+    world_size: int,
+    saved: CheckpointName | None,
 ) -> Status:
     """What the progress line shows."""
     return Status(

@@ -86,7 +86,9 @@ class Reducer:
         """The control numbers of the step, summed over the ranks; waits for the device."""
         if self._ddp is None:
             if self._alone is None:
-                raise ValueError("no control numbers yet: found none, expected a backward with control")
+                raise ValueError(
+                    "no control numbers yet: found none, expected a backward with control"
+                )
             return self._alone
         gradient = self._control.grad
         if gradient is None:
@@ -115,7 +117,7 @@ class _SummingDDP(DistributedDataParallel):
     """DDP that returns what the model returns and answers for the model's own attributes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output, control = super().forward(*args, **kwargs)
+        output, control = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
         # Not by attribute: a module would take a parameter for one of its own.
         self.__dict__["control_out"] = control
         return output
@@ -129,10 +131,10 @@ class _SummingDDP(DistributedDataParallel):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module").body, name)
+            return getattr(cast("_WithControl", super().__getattr__("module")).body, name)
 
 
-def _sum_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # noqa: ARG001  # DDP's signature
+def _sum_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # noqa: ARG001  # DDP's signature, and torch's stubs lack the name
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return cast("torch.futures.Future[Tensor]", work.get_future().then(_first))
 

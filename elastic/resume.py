@@ -5,13 +5,11 @@ chosen is decided once, by the primary, and told to all; what fails to verify on
 and the next older is taken, loudly; nothing is claimed for a start that the checks refused.
 """
 
-from __future__ import annotations
-
 import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,7 +23,16 @@ from checkpoints.errors import (
     SupersededError,
 )
 from checkpoints.generations import check_fence, claim, read_claims, write_started
-from checkpoints.layout import RUN, AgentId, CheckpointName, Claim, RunRecord, Started, new_token
+from checkpoints.layout import (
+    JSON,
+    RUN,
+    AgentId,
+    CheckpointName,
+    Claim,
+    RunRecord,
+    Started,
+    new_token,
+)
 from checkpoints.manager import CheckpointManager
 from checkpoints.redaction import redact_url
 from checkpoints.store import Store
@@ -135,7 +142,7 @@ def claim_generation(
                 versions={"torch": torch.__version__, "python": platform.python_version()},
                 config=dict(config),
                 cause=cause_of(previous, agents, faults, is_new),
-                faults=tuple(fault.to_json() for fault in faults),
+                faults=tuple(cast("dict[str, JSON]", fault.to_json()) for fault in faults),
             )
 
         verdict = _claim(store, agents, make)
@@ -180,12 +187,16 @@ def find_state(world: World, manager: CheckpointManager) -> Found:
             return Found(name=chosen, tree=tree, damaged=tuple(damaged))
         rank, first = wrong[0]
         if first["passing"]:
-            raise ElasticError(f"checkpoint {chosen} could not be read by rank {rank}: {first['problem']}")
+            raise ElasticError(
+                f"checkpoint {chosen} could not be read by rank {rank}: {first['problem']}"
+            )
         damaged.append(f"{chosen}: {first['problem']}")
         left_out.append(chosen)
         if world.is_primary:
             logger.error(
-                "checkpoint %s is damaged (%s); the one before it is taken", chosen, first["problem"]
+                "checkpoint %s is damaged (%s); the one before it is taken",
+                chosen,
+                first["problem"],
             )
 
 

@@ -5,8 +5,6 @@ is told at once, tried again, and only `checkpoint.max_unsaved` ends the run. De
 clock are the primary's and reach the others through the step's agreement.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -128,7 +126,9 @@ class Saver:
             self._unsaved_since = now
         self._retry_at = now + _RETRY_S
         self.last_error = str(error)
-        saved = f"the last one is {self.last}" if self.last else f"none yet, begun from {self._parent}"
+        saved = (
+            f"the last one is {self.last}" if self.last else f"none yet, begun from {self._parent}"
+        )
         logger.error(
             "the checkpoint of step %d was not saved (%s); training goes on, %s, next try in %.0f s",
             step,

@@ -6,8 +6,6 @@ draws depends on (seed, step, shard, micro-batch) and on nothing else. When to s
 is the loop's business; how gradients are summed is the reducer's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Sequence
@@ -99,7 +97,9 @@ class Stepper:
         summed = self._reducer.summed()
         count = summed[_COUNT_HIGH] * _COUNT_UNIT + summed[_COUNT_LOW]
         loss = summed[_LOSS] / count if count else math.nan
-        norm, skipped = self._update(step, batch, loss=loss, scale=_open_scale(batch, count, weighted))
+        norm, skipped = self._update(
+            step, batch, loss=loss, scale=_open_scale(batch, count, weighted)
+        )
         return StepResult(
             loss=loss,
             count=count,
@@ -153,7 +153,7 @@ class Stepper:
             self._scaler.unscale_(self._optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if scale is not None:
-            torch._foreach_mul_(gradients, scale)  # noqa: SLF001  # one call for all tensors
+            torch._foreach_mul_(gradients, scale)  # one call for all tensors
         norm_tensor = get_total_norm(gradients)
         norm = float(norm_tensor)
         finite_loss = math.isfinite(loss)
@@ -174,9 +174,7 @@ class Stepper:
         """Leave the update out, or end the run; who it was is told by all ranks together."""
         own = [i for micro in batch.micro_batches for i in micro.indices]
         finite = math.isfinite(float(self._own_loss))
-        told = cast(
-            "list[dict[str, Any]]", self._world.gather({"indices": own, "finite": finite})
-        )
+        told = cast("list[dict[str, Any]]", self._world.gather({"indices": own, "finite": finite}))
         indices = [i for rank in told for i in rank["indices"]]
         ranks = [rank for rank, said in enumerate(told) if not said["finite"]]
         if self._scaler is not None:

@@ -5,8 +5,6 @@ every orderly end by the newest generation. What earlier generations did is read
 once and carried along in `journal/GENERATION.history.json`, so that the work does not grow with them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -53,7 +51,16 @@ class Row:
 
     def public(self) -> dict[str, Any]:
         """The columns that summary.json shows."""
-        keys = ("generation", "world_size", "nodes", "parent", "source", "start_step", "end_step", "cause")
+        keys = (
+            "generation",
+            "world_size",
+            "nodes",
+            "parent",
+            "source",
+            "start_step",
+            "end_step",
+            "cause",
+        )
         return {key: getattr(self, key) for key in keys}
 
 
@@ -99,7 +106,9 @@ def write_history(store: Store, generation: int, rows: Sequence[Row]) -> None:
 
 def _newest_history(store: Store, before: int) -> list[Row]:
     names = [n for n in store.children("journal") if n.endswith(".history.json")]
-    numbers = sorted((int(n.split(".")[0]) for n in names if n.split(".")[0].isdigit()), reverse=True)
+    numbers = sorted(
+        (int(n.split(".")[0]) for n in names if n.split(".")[0].isdigit()), reverse=True
+    )
     for number in numbers:
         if number < before:
             try:

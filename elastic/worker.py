@@ -3,8 +3,6 @@
 Where torch begins: everything before (arguments, settings, place) is told without it.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

@@ -176,16 +176,16 @@ class Job(abc.ABC):
         }
 
     def on_step(self, run: JobRun) -> None:
-        """Called on every rank after each step."""
+        """Called on the primary only, after each step; randomness is restored behind it."""
 
     def on_epoch(self, run: JobRun) -> None:
-        """Called on every rank at the end of each epoch."""
+        """Called on the primary only, at the end of each epoch; randomness is restored behind it."""
 
     def on_eval(self, run: JobRun, metrics: Mapping[str, float]) -> None:
         """Called on the primary only, after an evaluation; randomness is restored behind it."""
 
     def on_end(self, run: JobRun) -> None:
-        """Called on every rank when the training is over."""
+        """Called on the primary only, when the training is over and the last state is saved."""
 
     def state_dict(self) -> dict[str, Any]:
         """State of the job's own, of tensors and JSON values; it is saved with each checkpoint."""
