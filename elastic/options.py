@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from checkpoints.errors import OptionError
-from checkpoints.options import CheckpointOptions, Duration, Interval
+from checkpoints.options import CheckpointOptions, Duration, Interval, parse_duration
 from elastic.errors import ConfigError
 
 __all__ = [
@@ -225,6 +225,10 @@ class Settings:
         method = self.init_method
         known = method is None or method.startswith(("env://", "tcp://", "file://"))
         _require("init_method", method, "env://, tcp://host:port or file:///path", holds=known)
+        try:
+            object.__setattr__(self, "timeout", parse_duration(self.timeout))
+        except OptionError as error:
+            raise ConfigError(f"timeout: {error}") from error
         for name in self.signals:
             catchable = name in signal.Signals.__members__ and name not in _UNCATCHABLE | _FAULTS
             _require("signals", name, "names like SIGTERM or SIGUSR1", holds=catchable)

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Any
 
 import yaml
 
@@ -93,6 +94,20 @@ class Fields:
 Written = Scalar | Items | Fields
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's nodes, of which an explicit text (`!!str 010`) is as good as a quoted one."""
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        event = self.peek_event()  # type: ignore[no-untyped-call] # (PyYAML's stubs)
+        node: yaml.ScalarNode = super().compose_scalar_node(anchor)
+        if event.tag in {_TEXT_TAG, "!"}:
+            node.style = '"'
+        elif event.tag is not None:
+            problem = f"found the tag {event.tag}, expected none"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return node
+
+
 def whole(text: str) -> int | None:
     """The whole number that a text means; None where it means none."""
     if _WHOLE.fullmatch(text):
@@ -164,7 +179,7 @@ def read_yaml(text: str, name: str) -> Fields:
         raise ConfigError(
             f"settings: found {written}, expected a mapping of settings ({written.place})"
         )
-    return written
+    return Fields(written.fields, name)
 
 
 def override(fields: Fields, argument: str) -> None:
@@ -204,7 +219,7 @@ def _argument_value(key: str, text: str) -> Written:
 
 def _compose(text: str, name: str) -> yaml.Node | None:
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
+        return yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = name if mark is None else f"{name}:{mark.line + 1}"
@@ -223,7 +238,7 @@ def _written(node: yaml.Node, name: str, place: str | None, above: tuple[int, ..
         raise ConfigError(f"settings: found a value that holds itself, expected an end ({here})")
     above = (*above, id(node))
     if isinstance(node, yaml.ScalarNode):
-        return _scalar(node, here)
+        return Scalar(node.value, plain=node.style is None, place=here)
     if isinstance(node, yaml.SequenceNode) and node.tag.startswith(_CORE_TAGS):
         return Items(tuple(_written(item, name, place, above) for item in node.value), here)
     if not isinstance(node, yaml.MappingNode) or not node.tag.startswith(_CORE_TAGS):
@@ -246,17 +261,6 @@ def _at(written: Written, place: str) -> Written:
             return Items(items, place)
         case Fields(fields=fields):
             return Fields(fields, place)
-
-
-def _scalar(node: yaml.ScalarNode, place: str) -> Scalar:
-    plain = node.style is None
-    resolver = yaml.resolver.Resolver()
-    implied = resolver.resolve(yaml.ScalarNode, node.value, (plain, not plain))  # type: ignore[no-untyped-call] # (PyYAML's stubs)
-    if node.tag == implied:
-        return Scalar(node.value, plain, place)
-    if node.tag == _TEXT_TAG:  # `!!str 010` is as good as quotes
-        return Scalar(node.value, plain=False, place=place)
-    raise ConfigError(f"settings: found the tag {node.tag}, expected none ({place})")
 
 
 def _pairs(

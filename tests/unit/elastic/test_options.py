@@ -1,0 +1,128 @@
+"""The sections' own checks: ranges, and what this version does not serve."""
+
+import dataclasses
+
+import pytest
+
+from checkpoints.options import CheckpointOptions, Interval, TierOptions
+from elastic.errors import ConfigError
+from elastic.options import EvalOptions, LoaderOptions, Settings, TrainOptions
+
+
+def settings(**changed: object) -> Settings:
+    given: dict[str, object] = {"job": "a.py:B", "checkpoint": CheckpointOptions(url="runs/x")}
+    return Settings(**(given | changed))  # type: ignore[arg-type] # (as the reader makes it)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"epochs": 0}, "epochs: found 0, expected at least 1"),
+        ({"max_steps": 0}, "max_steps: found 0, expected at least 1"),
+        ({"global_batch_size": -4}, "global_batch_size: found -4, expected at least 1"),
+        ({"micro_batch_size": 0}, "micro_batch_size: found 0, expected at least 1"),
+        ({"seed": -1}, "seed: found -1, expected 0 to 9223372036854775807"),
+        ({"grad_clip": 0.0}, "grad_clip: found 0.0, expected a finite number above 0"),
+        ({"grad_clip": float("nan")}, "grad_clip: found nan, expected a finite number above 0"),
+        ({"threads": 0}, "threads: found 0, expected at least 1"),
+        ({"step_delay": -1.0}, "step_delay: found -1.0, expected seconds, 0 or more"),
+        ({"logical_shards": 0}, "logical_shards: found 0, expected at least 1"),
+    ],
+)
+def test_an_impossible_training_option_is_one_line(changed: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainOptions(**changed)  # type: ignore[arg-type] # (one at a time)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"ema": 0.999}, "ema: not yet served by this version (found 0.999); leave it out"),
+        ({"logical_shards": 4}, "logical_shards: not yet served by this version (found 4)"),
+        ({"reproducible": "bitwise"}, "reproducible: not yet served by this version"),
+        ({"order": "feistel"}, "order: not yet served by this version (found feistel)"),
+        ({"on_nonfinite": "rollback"}, "on_nonfinite: not yet served by this version"),
+        ({"stop_before": "2 h"}, "stop_before: not yet served by this version (found 2 h)"),
+    ],
+)
+def test_what_is_not_yet_served_is_refused_and_not_ignored(
+    changed: dict[str, object], text: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainOptions(**changed)  # type: ignore[arg-type] # (one at a time)
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"workers": -1}, "workers: found -1, expected at least 0"),
+        ({"prefetch": 0}, "prefetch: found 0, expected at least 1"),
+    ],
+)
+def test_an_impossible_loader_option_is_one_line(changed: dict[str, int], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{text}$"):
+        LoaderOptions(**changed)  # type: ignore[arg-type] # (one at a time)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"every": Interval("auto")}, "every: found auto, expected"),
+        ({"batch_size": 0}, "batch_size: found 0, expected at least 1"),
+        ({"keep_best": -1}, "keep_best: found -1, expected at least 0"),
+        ({"patience": 0, "monitor": "x"}, "patience: found 0, expected at least 1"),
+        ({"patience": 3}, "patience: found 3 without eval.monitor, expected"),
+    ],
+)
+def test_an_impossible_evaluation_option_is_one_line(changed: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EvalOptions(**changed)  # type: ignore[arg-type] # (one at a time)
+    assert str(caught.value).startswith(text)
+
+
+def test_an_interval_may_be_given_as_text_by_hand() -> None:
+    assert EvalOptions(every="500 steps").every == Interval("steps", 500)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"job": "digits"}, "job: found 'digits', expected file.py:Class or package.module:Class"),
+        ({"init_method": "udp://x"}, "init_method: found udp://x, expected env://"),
+        ({"timeout": 0.0}, "timeout: found 0.0, expected a duration"),
+        ({"signals": ("SIGKILL",)}, "signals: found SIGKILL, expected names like"),
+        ({"signals": ("SIGSEGV",)}, "signals: found SIGSEGV, expected names like"),
+        ({"signals": ("TERM",)}, "signals: found TERM, expected names like"),
+        ({"hang_after": 60.0}, "hang_after: not yet served by this version (found 60.0)"),
+        (
+            {"checkpoint": CheckpointOptions(url="x", every=Interval("auto"))},
+            "checkpoint.every: not yet served by this version (found auto); write 1 epoch",
+        ),
+        (
+            {
+                "checkpoint": CheckpointOptions(
+                    url="x", tier=TierOptions(memory=Interval("steps", 1))
+                )
+            },
+            "checkpoint.tier.memory: not yet served by this version (found 1 step)",
+        ),
+    ],
+)
+def test_an_impossible_setting_is_one_line(changed: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(**changed)
+    assert str(caught.value).startswith(text)
+
+
+def test_the_defaults_are_valid() -> None:
+    made = settings(signals=("SIGTERM", "SIGUSR1"), init_method="env://")
+    assert made.train.epochs == 10
+    assert made.eval.every == Interval("epochs", 1)
+    assert made.checkpoint.tier.memory.is_auto
+
+
+def test_options_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings().job = "c.py:D"  # type: ignore[misc] # (that is what is tested)
