@@ -19,6 +19,13 @@ __all__ = ["capture_moments", "group_names", "match_groups", "restore_moments"]
 
 _ALIKE: Final = (frozenset({"Adam", "AdamW"}),)
 """Classes whose moments mean the same."""
+_BORN_LATER: Final = (
+    ("amsgrad", "max_exp_avg_sq", "exp_avg_sq"),
+    ("centered", "grad_avg", "square_avg"),
+    ("momentum", "momentum_buffer", "square_avg"),
+)
+"""Option of a group, the state that torch's optimizers make for it with the first step alone, and a
+state of the same form: it begins at zero where the option was switched on between two starts."""
 
 
 def group_names(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
@@ -186,6 +193,9 @@ def _restore_own(
                 entry[key] = _restore_value(value, before.get(key), param, on_host=stays)
                 if key == "step" and on_device and isinstance(entry[key], Tensor):
                     entry[key] = entry[key].to(torch.float32)  # all that such a kernel takes
+            for option, made, like in _BORN_LATER:
+                if group.get(option) and like in entry:
+                    entry.setdefault(made, torch.zeros_like(entry[like]))
             optimizer.state[param] = entry
     for key, value in saved["shared"].items():
         optimizer.state[key] = _walk(value, Tensor.clone)  # not a parameter's

@@ -204,7 +204,8 @@ class Schedule:
             if not _steps_alone(driver.scheduler):
                 continue
             known = name in saved and saved[name]["per"] == driver.per
-            position = _reach(saved[name]["current"]) if known else done.get(driver.per)
+            position = _reach(saved[name]["current"]) if known else None
+            position = done.get(driver.per) if position is None else position
             if position is None:
                 notes.append(f"{name}: its position is not known; it begins at its start")
             reach[name] = position or 0

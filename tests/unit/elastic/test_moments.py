@@ -263,6 +263,19 @@ def test_adam_and_adamw_have_the_same_moments() -> None:
     assert len(resumed.state) == 4
 
 
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [(optim.AdamW, {"amsgrad": True}), (optim.RMSprop, {"centered": True, "momentum": 0.9})],
+)
+def test_an_option_that_needs_state_may_be_switched_on(make: Any, option: dict[str, Any]) -> None:
+    model = Net()
+    optimizer = make(model.parameters())
+    train(model, optimizer, 2, 0)
+    resumed = make(model.parameters(), **option)
+    restore_moments(resumed, written(optimizer, names_of(model)), names_of(model), "optimizer")
+    train(model, resumed, 1, 2)
+
+
 def test_a_hook_on_the_state_dict_counts_as_its_own_pair() -> None:
     optimizer = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mine": 1})
