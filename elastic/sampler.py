@@ -12,10 +12,11 @@ Nothing here knows of processes or of what a sample is.
 
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import distributed
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
 from elastic.errors import ConfigError, StartError
 
@@ -178,7 +179,7 @@ class ElasticSampler(Sampler[int]):
 
     def __init__(
         self,
-        dataset: Sized,
+        dataset: Sized | Dataset[Any],
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
@@ -203,6 +204,7 @@ class ElasticSampler(Sampler[int]):
         if global_batch_size is not None and global_batch_size < 1:
             raise ConfigError(f"global_batch_size: found {global_batch_size}, expected at least 1")
         self.dataset = dataset
+        self.n = len(dataset)  # type: ignore[arg-type] # (torch's Dataset declares no __len__)
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
@@ -239,11 +241,11 @@ class ElasticSampler(Sampler[int]):
             samples = self.global_batch_size - self.position % self.global_batch_size
         if samples < 0:
             raise ConfigError(f"samples: found {samples}, expected 0 or more")
-        self.position = min(self.position + samples, len(self.dataset))
+        self.position = min(self.position + samples, self.n)
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's samples of what is left of the epoch."""
-        n = len(self.dataset)
+        n = self.n
         order = epoch_order(n, self.seed, self.epoch) if self.shuffle else torch.arange(n)
         if self.global_batch_size is None:
             end = self._end()
@@ -268,7 +270,7 @@ class ElasticSampler(Sampler[int]):
         return {
             "epoch": self.epoch,
             "position": self.position,
-            "samples": len(self.dataset),
+            "samples": self.n,
             "seed": self.seed,
             "shuffle": self.shuffle,
         }
@@ -289,15 +291,13 @@ class ElasticSampler(Sampler[int]):
         epoch, position = state.get("epoch"), state.get("position")
         if not isinstance(epoch, int) or epoch < 0:
             raise ConfigError(f"epoch: found {epoch!r} in the state, expected 0 or more")
-        if not isinstance(position, int) or not 0 <= position <= len(self.dataset):
-            raise ConfigError(
-                f"position: found {position!r} in the state, expected 0 to {len(self.dataset)}"
-            )
+        if not isinstance(position, int) or not 0 <= position <= self.n:
+            raise ConfigError(f"position: found {position!r} in the state, expected 0 to {self.n}")
         self.epoch, self.position = epoch, position
 
     def _end(self) -> int:
         """The end of what is dealt; with drop_last all ranks get as many."""
-        n = len(self.dataset)
+        n = self.n
         if not self.drop_last:
             return n
         unit = self.global_batch_size or self.num_replicas

@@ -8,10 +8,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from elastic.errors import ConfigError, StartError
 from elastic.sampler import ElasticSampler, Plan, epoch_order, part, steps_in_epoch
+
+
+class Data(Dataset[int]):
+    """The numbers below n."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 def sets(plan: Plan, epoch: int, first: int = 0) -> list[list[int]]:
@@ -56,7 +69,9 @@ def test_the_last_step_is_smaller_or_dropped(
 @pytest.mark.parametrize("n", [1, 7, 60, 1000])
 def test_the_order_is_that_of_torchs_distributed_sampler(n: int) -> None:
     for seed, epoch in ((0, 0), (3, 4), (2**40, 1)):
-        theirs = DistributedSampler(range(n), num_replicas=1, rank=0, seed=seed)  # type: ignore[arg-type] # (sized)
+        theirs: DistributedSampler[int] = DistributedSampler(
+            Data(n), num_replicas=1, rank=0, seed=seed
+        )
         theirs.set_epoch(epoch)
         assert epoch_order(n, seed, epoch).tolist() == list(theirs)
 
@@ -230,9 +245,11 @@ def dealt(samplers: list[ElasticSampler]) -> list[int]:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_elastic_sampler_takes_distributed_samplers_place(shuffle: bool) -> None:
-    data = range(24)
+    data = Data(24)
     for rank in range(3):
-        theirs = DistributedSampler(data, num_replicas=3, rank=rank, shuffle=shuffle, seed=5)  # type: ignore[arg-type]
+        theirs: DistributedSampler[int] = DistributedSampler(
+            data, num_replicas=3, rank=rank, shuffle=shuffle, seed=5
+        )
         ours = ElasticSampler(data, num_replicas=3, rank=rank, shuffle=shuffle, seed=5)
         for epoch in range(3):
             theirs.set_epoch(epoch)
@@ -266,7 +283,7 @@ def test_c02_c03_a_position_is_of_its_epoch_alone() -> None:
 
 def test_c04_reading_ahead_does_not_move_the_position() -> None:
     sampler = ElasticSampler(range(64), 2, 0, global_batch_size=8)
-    loader = DataLoader(range(64), batch_size=sampler.batch_size, sampler=sampler)  # type: ignore[arg-type]
+    loader = DataLoader(Data(64), batch_size=sampler.batch_size, sampler=sampler)
     batches = iter(loader)
     for _ in range(3):
         next(batches)
@@ -280,7 +297,7 @@ def test_with_a_global_batch_a_dataloaders_batches_are_the_steps_parts() -> None
     order = epoch_order(50, 0, 0).tolist()
     samplers = [ElasticSampler(range(50), 3, rank, global_batch_size=10) for rank in range(3)]
     assert [sampler.batch_size for sampler in samplers] == [4, 3, 3]
-    loaders = [DataLoader(range(50), batch_size=s.batch_size, sampler=s) for s in samplers]  # type: ignore[arg-type]
+    loaders = [DataLoader(Data(50), batch_size=s.batch_size, sampler=s) for s in samplers]
     for step, parts in enumerate(zip(*loaders, strict=True)):
         assert torch.cat(list(parts)).tolist() == order[step * 10 : step * 10 + 10]
 
