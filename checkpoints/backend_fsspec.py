@@ -31,9 +31,8 @@ def open_remote(url: str, options: Mapping[str, object]) -> Backend:
         ImportError: The file system's package is not installed.
         ValueError: fsspec knows no such protocol.
     """
-    protocol = url.partition("://")[0].lower() if "::" not in url else ""
-    if protocol:
-        fsspec.get_filesystem_class(protocol)
+    protocol = url.partition("://")[0].lower()
+    fsspec.get_filesystem_class(protocol)
     if protocol in _S3:
         from checkpoints.backend_s3 import S3Backend
 

@@ -272,6 +272,11 @@ def open_backend(url: str, options: Mapping[str, object]) -> Backend:
         from checkpoints.backend_local import LocalBackend
 
         return LocalBackend(_LOCAL.sub("", url, count=1))
+    if "::" in url:
+        raise PermanentStoreError(
+            f"store: found {redact_url(url)!r}, expected a URL of one file system: what stands before "
+            "'::' keeps copies, and a store must never show an old state"
+        )
     from checkpoints.backend_fsspec import open_remote
 
     try:

@@ -161,8 +161,13 @@ def _file(fields: Fields) -> FileEntry:
     offset = 0
     for item in fields.items("parts", limit=1_000_000):
         match item:
+            # A bool is an int to Python; here it would be a second spelling of 0 or 1.
             case [int(start), int(size), str(digest)] if (
-                start == offset and 0 < size <= size_bytes - offset and _SUM.fullmatch(digest)
+                type(start) is int
+                and start == offset
+                and 0 < size <= size_bytes - offset
+                and type(size) is int
+                and _SUM.fullmatch(digest)
             ):
                 parts.append(PartSum(offset=start, size=size, xxh3_128=digest))
                 offset += size

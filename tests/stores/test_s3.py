@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 import fsspec
 import pytest
 
-from checkpoints.errors import PermanentStoreError, TransientStoreError
+from checkpoints.errors import PermanentStoreError, SupersededError, TransientStoreError
+from checkpoints.generations import check_fence, claim, read_claims
+from checkpoints.journal import Journal, read_audit, read_events
+from checkpoints.layout import AgentId, Claim
 from checkpoints.store import Store, open_store
 from tests.stores.contract import CompareAndSetContract, Opener
 from tests.support.fault_proxy import Fault, FaultProxy, Kind
@@ -71,6 +74,37 @@ class TestS3Store(CompareAndSetContract):
         assert store.list("in-the-root/") == ["in-the-root/x"]
         store.delete_tree("in-the-root")
         store.close()
+
+
+def test_claims_and_journal_live_on_an_object_store(s3_server: S3Server) -> None:
+    store = open_store(s3_server.url(), s3_server.options)
+    agents = [AgentId(host="h", boot_id="b", pid=1, start=number) for number in range(2)]
+
+    def making(agent: AgentId) -> Callable[[int, str], Claim]:
+        return lambda generation, launch: Claim(
+            generation=generation,
+            run_id="run",
+            launch=launch,
+            agents=(agent,),
+            world_size=1,
+            nodes=1,
+            hosts=("h",),
+        )
+
+    first = claim(store, agents=agents[:1], make=making(agents[0]))
+    with Journal(store, first.generation, rank=0) as journal:
+        journal.event("start")
+        journal.audit({"step": 1})
+        journal.flush()
+        journal.event("end")
+    second = claim(store, agents=agents[1:], make=making(agents[1]))
+    check_fence(store, second)
+    with pytest.raises(SupersededError):
+        check_fence(store, first)
+    assert read_claims(store) == [first, second]
+    assert [event["event"] for event in read_events(store)] == ["start", "end"]
+    assert list(read_audit(store)) == [{"step": 1}]
+    store.close()
 
 
 @pytest.fixture
