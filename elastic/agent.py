@@ -77,7 +77,9 @@ def current_agent(place: Launched, environ: Mapping[str, str]) -> AgentId:
         pid = int(passed_on) if passed_on.isdigit() else os.getppid()
     start = process_start(pid)
     if start is None:
-        raise StartError(f"agent: found no process {pid} in /proc, expected the one that started this worker")
+        raise StartError(
+            f"agent: found no process {pid} in /proc, expected the one that started this worker"
+        )
     return AgentId(host=socket.gethostname(), boot_id=_boot_id(), pid=pid, start=start)
 
 
@@ -101,7 +103,9 @@ def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError as error:
-        raise StartError(f"agent: cannot read the boot id of this host ({error}); Linux is needed") from error
+        raise StartError(
+            f"agent: cannot read the boot id of this host ({error}); Linux is needed"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------- dying with it
@@ -110,7 +114,10 @@ def die_with_agent(place: Launched) -> None:
     if not has_agent(place):
         return
     parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+    if (
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        != 0
+    ):
         logger.warning("cannot tie this worker to its agent: %s", os.strerror(ctypes.get_errno()))
     # The agent may have died before the call above: then init has inherited us and no signal ever comes.
     if os.getppid() != parent or (parent == _FIRST_PID and not _is_python(parent)):
@@ -246,4 +253,3 @@ def _sweep(root: Path) -> None:
             continue
         if parts[0] != boot or not is_alive(int(parts[1]), int(parts[2])):
             shutil.rmtree(folder, ignore_errors=True)
-

@@ -19,20 +19,31 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final, Protocol
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store as KeyStore
+from torch._C._distributed_c10d import TCPStore
 
 from checkpoints.errors import CheckpointError
 from checkpoints.store import Store
+from elastic.bounded import run_bounded
 from elastic.errors import StartError
 
-__all__ = ["Address", "Channel", "GivenStore", "Record", "UrlChannel", "connect", "host_store", "own_addresses"]
+__all__ = [
+    "Address",
+    "Channel",
+    "GivenStore",
+    "Record",
+    "UrlChannel",
+    "connect",
+    "host_store",
+    "own_addresses",
+]
 
 logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 
 _PROBE_S: Final = 0.7
-_CLIENT_TIMEOUT: Final = timedelta(seconds=5)
+_CLIENT_S: Final = 4.0
 _STORE_TIMEOUT: Final = timedelta(seconds=300)
 _TAKEN_FOR_S: Final = 5.0
 """How long a taken port is waited for: a worker of the last start may still be leaving."""
@@ -91,7 +102,9 @@ class GivenStore:
         answered: Whether it has ever been reached.
     """
 
-    def __init__(self, address: Address, group: str, *, serve: bool, may_give_way: bool, hint: str) -> None:
+    def __init__(
+        self, address: Address, group: str, *, serve: bool, may_give_way: bool, hint: str
+    ) -> None:
         """Name the store; serve it if this is rank 0 and no agent does.
 
         Raises:
@@ -99,7 +112,7 @@ class GivenStore:
         """
         self._address = address
         self._key = f"elastic-meeting/{group}"
-        self._store: dist.Store | None = None
+        self._store: KeyStore | None = None
         self._not_before = 0.0
         self.trouble = "not tried yet"
         self.answered = False
@@ -126,7 +139,7 @@ class GivenStore:
                 self._not_before = float("inf")
             return
 
-    def _reach(self) -> dist.Store | None:
+    def _reach(self) -> KeyStore | None:
         """Return the connected store; at most one try a second."""
         if self._store is None and time.monotonic() >= self._not_before:
             self._store, self.trouble = connect(self._address)
@@ -217,18 +230,20 @@ class UrlChannel:
         return f"{self._store.display_url.rstrip('/')}/{self._name}"
 
 
-def host_store(port: int = 0) -> dist.TCPStore:
+def host_store(port: int = 0) -> TCPStore:
     """Serve a store on all interfaces; port 0 picks a free one.
 
     Raises:
         OSError: Raised when the port is taken.
     """
     if socket.has_dualstack_ipv6():
-        listener = socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048)
+        listener = socket.create_server(
+            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048
+        )
     else:
         listener = socket.create_server(("0.0.0.0", port), backlog=2048)  # noqa: S104 - the other nodes are to come
     port = int(listener.getsockname()[1])
-    return dist.TCPStore(
+    return TCPStore(
         "localhost",
         port,
         is_master=True,
@@ -238,12 +253,13 @@ def host_store(port: int = 0) -> dist.TCPStore:
     )
 
 
-def connect(address: Address) -> tuple[dist.TCPStore | None, str]:
+def connect(address: Address) -> tuple[TCPStore | None, str]:
     """Connect to a store; where nobody answers, None and the reason in words."""
     try:
         # torch's own client would try until its time-out, with a page of log.
         socket.create_connection(address, timeout=_PROBE_S).close()
-        client = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_CLIENT_TIMEOUT)
+        # It would also wait for ever for the first word of a stranger, or of a server that is stopped.
+        client = run_bounded(lambda: _client(address), _CLIENT_S + 1)
     except socket.gaierror as error:
         return None, (
             f"the name {address[0]} does not resolve on {socket.gethostname()} ({error.strerror});"
@@ -253,6 +269,11 @@ def connect(address: Address) -> tuple[dist.TCPStore | None, str]:
         return None, _first_line(error)
     client.set_timeout(_STORE_TIMEOUT)
     return client, ""
+
+
+def _client(address: Address) -> TCPStore:
+    timeout = timedelta(seconds=_CLIENT_S)
+    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def own_addresses(*, one_node: bool, given: str | None) -> tuple[str, ...]:

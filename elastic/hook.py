@@ -63,13 +63,13 @@ def prepare(argv: "Sequence[str]", environ: "MutableMapping[str, str]") -> None:
 
 def starts_our_runner(argv: "Sequence[str]") -> bool:
     """Tell whether a torchrun command line starts elastic/run.py, by path or as a module."""
-    if not argv or os.path.basename(argv[0]) not in LAUNCHERS:
+    if not argv or os.path.basename(argv[0]) not in LAUNCHERS:  # noqa: PTH119 - no pathlib here
         return False
     options, program = _parse(argv)
     if "module" in options:
         return program == "elastic.run"
     folder, name = os.path.split(os.path.realpath(program))
-    return name == "run.py" and os.path.isfile(os.path.join(folder, "hook.py"))
+    return name == "run.py" and os.path.isfile(f"{folder}/hook.py")  # noqa: PTH113 - no pathlib here
 
 
 def _parse(argv: "Sequence[str]") -> "tuple[dict[str, str], str]":
@@ -104,7 +104,8 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
 def _failures(error: BaseException) -> list[str]:
     """Name each failed worker: the first failure is the cause, those that torchrun itself ended are left out."""
     failures = sorted(
-        getattr(error, "failures", {}).items(), key=lambda item: (item[1].exitcode == -15, item[1].timestamp)
+        getattr(error, "failures", {}).items(),
+        key=lambda item: (item[1].exitcode == -15, item[1].timestamp),
     )
     if not failures:
         return ["a worker failed"]

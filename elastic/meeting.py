@@ -9,8 +9,8 @@ and then all shake hands on that store:
 
 Guarantees: all ranks that return have the same session and hellos, and each was alive after all of them had come; a
 rank that is replaced meanwhile makes rank 0 begin anew, and the older process leaves; an address of a dead generation, a
-stranger's port or a world of another size is passed by; every wait ends in one line that says who is missing. Nothing
-here blocks inside native code, so a signal is handled at once. A world of one touches no network.
+stranger's port or a world of another size is passed by; every wait ends in one line that says who is missing. The main
+thread never waits inside native code, so a signal is handled at once. A world of one touches no network.
 """
 
 import json
@@ -23,11 +23,22 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import Store as KeyStore
 
 from checkpoints.layout import meeting_name
 from checkpoints.store import Store, open_store
-from elastic.channels import Address, Channel, GivenStore, Record, UrlChannel, connect, host_store, own_addresses
+from elastic.bounded import run_bounded
+from elastic.channels import (
+    Address,
+    Channel,
+    GivenStore,
+    Record,
+    UrlChannel,
+    connect,
+    host_store,
+    own_addresses,
+)
 from elastic.errors import MeetingError, StartError
 from elastic.ranks import Place
 
@@ -36,7 +47,7 @@ __all__ = ["Meeting", "meet"]
 logger = logging.getLogger(__name__)
 
 Hello = dict[str, Any]
-_Found = tuple[Record, dist.Store]
+_Found = tuple[Record, KeyStore]
 """An address, and its store, reached."""
 
 DEFAULT_TIMEOUT_S: Final = 90.0
@@ -49,6 +60,7 @@ _URL_AFTER_S: Final = 2.0
 _REFUSED_AGAIN_S: Final = 1.0
 _SILENT_AGAIN_S: Final = 10.0
 """When an address that was left for another one may be tried again."""
+_GRACE_S: Final = 5.0
 _ID: Final = "id"
 _WELCOME: Final = "welcome"
 
@@ -61,7 +73,7 @@ class Meeting:
     """Unique to this world and known to all its ranks: the prefix of its keys, the suffix of its files."""
     hellos: list[Hello]
     """What each rank told, by rank."""
-    kv: dist.Store | None
+    kv: KeyStore | None
     """Rank 0's own store, for this world alone."""
     held: list[object] = field(default_factory=list, repr=False)
 
@@ -94,10 +106,18 @@ def meet(
     """
     me = secrets.token_hex(8)
     if place.world_size == 1:
-        return Meeting(session=f"{me}.1", hellos=[dict(hello)], kv=dist.HashStore())
+        return Meeting(session=f"{me}.1", hellos=[dict(hello)], kv=HashStore())
     channels = _channels(place, channel, init_method)
     kind = _Host if place.rank == 0 else _Guest
-    return kind(place, dict(hello), channels, me, time.monotonic() + timeout_s, timeout_s).meet()
+    party = kind(place, dict(hello), channels, me, time.monotonic() + timeout_s, timeout_s)
+    try:
+        # A store whose server is stopped or cut off never answers a question that it was asked.
+        return run_bounded(party.meet, timeout_s + _GRACE_S)
+    except TimeoutError as error:
+        raise MeetingError(
+            f"meeting: a store fell silent and did not answer rank {place.rank} of {place.world_size} within"
+            f" {timeout_s:.0f} s ({party.looked_at()})"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------- where to look
@@ -152,7 +172,13 @@ class _Party:
     """What both sides of the handshake know."""
 
     def __init__(
-        self, place: Place, hello: Hello, channels: list[Channel], me: str, deadline: float, timeout_s: float
+        self,
+        place: Place,
+        hello: Hello,
+        channels: list[Channel],
+        me: str,
+        deadline: float,
+        timeout_s: float,
     ) -> None:
         self.place = place
         self.hello = hello
@@ -166,7 +192,9 @@ class _Party:
         return time.monotonic() > self.deadline
 
     def replaced(self) -> MeetingError:
-        return MeetingError(f"meeting: a newer process has rank {self.place.rank}; this one, the older, leaves")
+        return MeetingError(
+            f"meeting: a newer process has rank {self.place.rank}; this one, the older, leaves"
+        )
 
     def looked_at(self) -> str:
         """Tell where this rank has looked and what was wrong there."""
@@ -199,10 +227,18 @@ class _Host(_Party):
                     # Whoever is new has not seen the session before, and whoever was replaced never acks this one.
                     present, session = nonces, f"{self.me}.{secrets.token_hex(4)}"
                     hellos = [one["hello"] for one in found]
-                    kv.set(_WELCOME, json.dumps({"session": session, "nonces": nonces, "hellos": hellos}))
+                    kv.set(
+                        _WELCOME,
+                        json.dumps({"session": session, "nonces": nonces, "hellos": hellos}),
+                    )
                 elif self._all_acked(kv, session, present):
                     kv.set(f"go/{session}", "1")
-                    return Meeting(session=session, hellos=[one["hello"] for one in found], kv=kv, held=[self.channels])
+                    return Meeting(
+                        session=session,
+                        hellos=[one["hello"] for one in found],
+                        kv=kv,
+                        held=[self.channels],
+                    )
             if time.monotonic() > glance:
                 self._look_around(record, told)
                 told = self._publish(record, told)
@@ -240,11 +276,11 @@ class _Host(_Party):
                 raise self.replaced()
 
     @staticmethod
-    def _all_acked(kv: dist.Store, session: str, nonces: list[str]) -> bool:
+    def _all_acked(kv: KeyStore, session: str, nonces: list[str]) -> bool:
         keys = [f"ack/{session}/{rank}" for rank in range(1, len(nonces))]
         return kv.check(keys) and [ack.decode() for ack in kv.multi_get(keys)] == nonces[1:]
 
-    def _who_is_missing(self, kv: dist.Store, session: str) -> str:
+    def _who_is_missing(self, kv: KeyStore, session: str) -> str:
         ranks = range(1, self.place.world_size)
         absent = [rank for rank in ranks if not kv.check([f"hello/{rank}"])]
         if absent:
@@ -260,7 +296,13 @@ class _Guest(_Party):
     """The side of every other rank."""
 
     def __init__(
-        self, place: Place, hello: Hello, channels: list[Channel], me: str, deadline: float, timeout_s: float
+        self,
+        place: Place,
+        hello: Hello,
+        channels: list[Channel],
+        me: str,
+        deadline: float,
+        timeout_s: float,
     ) -> None:
         super().__init__(place, hello, channels, me, deadline, timeout_s)
         self._answered = time.monotonic()
@@ -313,7 +355,7 @@ class _Guest(_Party):
             self._later[record.nonce] = time.monotonic() + _REFUSED_AGAIN_S
         return None
 
-    def _reach(self, record: Record) -> dist.Store | None:
+    def _reach(self, record: Record) -> KeyStore | None:
         """Connect to rank 0's store; a stranger on that port does not know the nonce."""
         for address in record.addresses:
             if self.is_late():
@@ -326,7 +368,7 @@ class _Guest(_Party):
                 logger.debug("%s:%d is not rank 0's store: %s", address, record.port, error)
         return None
 
-    def _shake(self, kv: dist.Store, nonce: str) -> Meeting | _Found | None:
+    def _shake(self, kv: KeyStore, nonce: str) -> Meeting | _Found | None:
         """Shake hands on rank 0's store; returns another address where one has turned up meanwhile."""
         rank = self.place.rank
         key = f"hello/{rank}"

@@ -89,14 +89,20 @@ class Fault:
 
     def __str__(self) -> str:
         """Tell it in half a line, as the cause of a generation."""
-        at = f"rank {self.rank}" + (f", step {self.step}" if self.step and self.kind == "exception" else "")
+        at = f"rank {self.rank}" + (
+            f", step {self.step}" if self.step and self.kind == "exception" else ""
+        )
         if self.kind == "exception":
             at += f", {self.where}" if self.where else ""
             return f"worker raised {self.type}: {_first_line(self.message)} ({at})"
         if self.kind == "killed":
             why = f": {self.message}" if self.message else ""
             return f"worker killed ({self.signal}, {at}){why}"
-        told = {"collective": "lost a peer", "preempted": "preempted", "ended": "ended by its agent"}
+        told = {
+            "collective": "lost a peer",
+            "preempted": "preempted",
+            "ended": "ended by its agent",
+        }
         return f"worker {told.get(self.kind, 'vanished')} ({at})"
 
     def to_json(self) -> dict[str, object]:
@@ -112,7 +118,9 @@ class Fault:
         """
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(found, dict) or not set(found) <= names:
-            raise ValueError(f"fault: found {found!r:.200}, expected an object with the keys {sorted(names)}")
+            raise ValueError(
+                f"fault: found {found!r:.200}, expected an object with the keys {sorted(names)}"
+            )
         try:
             return cls(**found)
         except TypeError as error:
@@ -156,7 +164,9 @@ class Slot:
         """Write where the worker is. About a microsecond; safe at any moment."""
         if phase != self._phase or step == 0:
             self._phase = phase
-            self._map[_PHASE_AT : _PHASE_AT + _PHASE_BYTES] = phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")
+            self._map[_PHASE_AT : _PHASE_AT + _PHASE_BYTES] = phase.encode()[:_PHASE_BYTES].ljust(
+                _PHASE_BYTES, b"\0"
+            )
         self._step = step
         _BEAT.pack_into(self._map, _BEAT_AT, step, time.time())
 
@@ -165,7 +175,9 @@ class Slot:
         where = _where(error)
         name = type(error).__name__
         text = str(error)
-        signature = hashlib.sha256(f"{name}|{where}|{_ADDRESS.sub('#', text)}".encode()).hexdigest()[:16]
+        signature = hashlib.sha256(
+            f"{name}|{where}|{_ADDRESS.sub('#', text)}".encode()
+        ).hexdigest()[:16]
         return Fault(
             rank=self._rank, local_rank=self._local_rank, host=socket.gethostname(), step=self._step,
             phase=self._phase, kind=kind, type=name, message=text[:2000], where=where, signature=signature,
@@ -215,7 +227,11 @@ def present_faults(folder: Path, *, but: Path) -> list[Fault]:
 def _dead(folder: Path) -> Iterator[Path]:
     for slot in sorted(folder.glob("slot-*-*-*")):
         parts = slot.name.split("-")
-        if not slot.suffix and all(part.isdigit() for part in parts[1:]) and not is_alive(int(parts[2]), int(parts[3])):
+        if (
+            not slot.suffix
+            and all(part.isdigit() for part in parts[1:])
+            and not is_alive(int(parts[2]), int(parts[3]))
+        ):
             yield slot
 
 
@@ -267,7 +283,9 @@ def _explain(fault: Fault, slot: Path, kills: int) -> Fault:
     if _text(slot.with_suffix(".term")):
         return dataclasses.replace(fault, kind="ended", signal="SIGTERM")
     if kills >= 0 and _oom_kills() > kills:
-        return dataclasses.replace(fault, message="out of memory: the kernel ended a process of this cgroup")
+        return dataclasses.replace(
+            fault, message="out of memory: the kernel ended a process of this cgroup"
+        )
     return fault
 
 
@@ -297,9 +315,18 @@ def _oom_kills() -> int:
 
 def _where(error: BaseException) -> str | None:
     """Name the innermost line of the user's code that an exception came through; else the innermost at all."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<")
+    ]
     ours = str(Path(__file__).resolve().parent.parent)
-    foreign = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), f"{ours}/elastic/", f"{ours}/checkpoints/"]
+    foreign = [
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+        f"{ours}/elastic/",
+        f"{ours}/checkpoints/",
+    ]
     theirs = [frame for frame in frames if not frame.filename.startswith(tuple(foreign))]
     for frame in reversed(theirs or frames):
         return f"{frame.filename}:{frame.lineno}"

@@ -9,27 +9,26 @@ leaves last.
 import contextlib
 import json
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 from urllib.parse import unquote, urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from elastic.bounded import run_bounded
 from elastic.errors import CollectiveError, MeetingError, StartError
 from elastic.ranks import Place
 
 __all__ = ["Pending", "World", "choose_backend", "start_world"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 CONTROL_TIMEOUT_S: Final = 1800.0
 """Peers may wait this long while the primary reads or saves a checkpoint; a dead one is noticed at once."""
@@ -46,7 +45,7 @@ class Met(Protocol):
 
     session: str
     hellos: list[dict[str, Any]]
-    kv: dist.Store | None
+    kv: Store | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,7 +86,7 @@ class World:
     device: torch.device
     backend: str
     _control: dist.ProcessGroup
-    _kv: dist.Store | None
+    _kv: Store | None
     _file: Path | None = None
     _pending: list[Pending] = field(default_factory=list)
 
@@ -186,7 +185,7 @@ class World:
             self._file.unlink(missing_ok=True)
         self._kv = None
 
-    def _leave(self, kv: dist.Store) -> None:
+    def _leave(self, kv: Store) -> None:
         if not self.is_primary:
             kv.set(f"left/{self.rank}", "1")
             return
@@ -213,7 +212,9 @@ def choose_backend(name: str) -> str:
     if not there.get(name, False):
         found = ", ".join(known for known, is_there in there.items() if is_there)
         why = {
-            "nccl": "no CUDA device is seen" if dist.is_nccl_available() else "this torch was built without it",
+            "nccl": "no CUDA device is seen"
+            if dist.is_nccl_available()
+            else "this torch was built without it",
             "mpi": "pip's torch has none: it takes one built from source on a host with MPI",
         }.get(name, "this torch does not know it")
         raise StartError(f"backend: found {name} ({why}), expected auto or one of: {found}")
@@ -248,7 +249,7 @@ def start_world(
     elif backend != "mpi":
         if meeting.kv is None:
             raise MeetingError("world: the meeting is closed, expected one with a store")
-        given["store"] = dist.PrefixStore(f"s/{meeting.session}", meeting.kv)
+        given["store"] = PrefixStore(f"s/{meeting.session}", meeting.kv)
     if backend != "mpi":
         given.update(rank=place.rank, world_size=place.world_size)
 
@@ -260,13 +261,21 @@ def start_world(
                 f" {place.rank} of {place.world_size} as the launcher's variables say"
             )
         control_timeout = timedelta(seconds=control_timeout_s)
-        return dist.new_group(backend="gloo", timeout=control_timeout, group_desc="control")
+        group = dist.new_group(backend="gloo", timeout=control_timeout, group_desc="control")
+        if not isinstance(group, dist.ProcessGroup):
+            raise StartError(
+                f"backend: the control group of rank {place.rank} is {group!r}, expected a group"
+            )
+        return group
 
     try:
-        control = _in_thread(start)
+        # In native code until all have connected: a peer may have died since the meeting.
+        control = run_bounded(start)
     except RuntimeError as error:
         _destroy()
-        raise MeetingError(f"world: a rank was lost since the meeting: {_first_line(error)}") from error
+        raise MeetingError(
+            f"world: a rank was lost since the meeting: {_first_line(error)}"
+        ) from error
     hosts = tuple(str(hello.get("host", "")) for hello in meeting.hellos)
     return World(
         rank=place.rank,
@@ -295,30 +304,6 @@ def _device(place: Place, backend: str) -> torch.device:
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _in_thread(call: Callable[[], T]) -> T:
-    """Run a call that blocks in native code while this thread stays open to signals.
-
-    A peer that dies between the meeting and its connection leaves the others in a native wait, which would outlast
-    the 30 seconds that torchrun gives.
-    """
-    outcome: list[T] = []
-    trouble: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(call())
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
-            trouble.append(error)
-
-    thread = threading.Thread(target=run, name="start-world", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
-    if trouble:
-        raise trouble[0]
-    return outcome[0]
 
 
 def _destroy() -> None:

@@ -30,12 +30,16 @@ def start_torchrun(act: str, world: int, folder: Path) -> subprocess.Popen[bytes
     """Start torchrun (its received signals counted in folder/signals) over the ending worker."""
     environ = {**os.environ, "SIGNALS": str(folder / "signals"), "TMPDIR": str(folder)}
     words = [f"--nproc_per_node={world}", "--max_restarts=3", str(WORKER), act, str(folder)]
-    return subprocess.Popen([sys.executable, "-c", COUNTING, *words], env=environ, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", COUNTING, *words], env=environ, stderr=subprocess.PIPE
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("act", ["all", "one", "stagger", "thread"])
-def test_worker_ends_its_agent_with_one_signal_and_without_a_restart(act: str, world: int, tmp_path: Path) -> None:
+def test_worker_ends_its_agent_with_one_signal_and_without_a_restart(
+    act: str, world: int, tmp_path: Path
+) -> None:
     began = time.monotonic()
     agent = start_torchrun(act, world, tmp_path)
     _, err = agent.communicate(timeout=60)

@@ -23,6 +23,8 @@ class Worlds:
         self.cluster = cluster
         self.folder = folder
         folder.mkdir(exist_ok=True)
+        self._events: list[dict[str, Any]] = []
+        self._read_bytes = 0
 
     def start(self, *options: str, run: Path = WORKER, keys: tuple[str, ...] = ()) -> Agent:
         """Start a torchrun over the worker."""
@@ -33,11 +35,14 @@ class Worlds:
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The events of a kind, in order."""
         path = self.folder / "log"
-        if not path.exists():
-            return []
-        whole = path.read_bytes().rpartition(b"\n")[0]
-        found = [json.loads(line) for line in whole.splitlines()]
-        return [event for event in found if event["event"] == kind]
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read_bytes)
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self._read_bytes += len(whole) + 1
+                self._events += [json.loads(line) for line in whole.splitlines()]
+        return [event for event in self._events if event["event"] == kind]
 
     def up(self, restart: int, size: int) -> dict[int, int]:
         """Wait for all workers of a restart; their pids by rank."""

@@ -10,7 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic.agent import current_agent, die_with_agent, has_agent, is_alive, node_folder, process_start
+from elastic.agent import (
+    current_agent,
+    die_with_agent,
+    has_agent,
+    is_alive,
+    node_folder,
+    process_start,
+)
 from elastic.errors import StartError
 
 TORCHRUN = SimpleNamespace(launcher="torchrun")
@@ -135,7 +142,9 @@ def _outlives_its_parent(program: str) -> bool:
         "p.stdout.readline(); print(p.pid, flush=True); time.sleep(60)"
     )
     # The pipe to the child's stdin must outlive the parent, or the child would end by itself.
-    parent = subprocess.Popen([sys.executable, "-c", parent_program], stdout=subprocess.PIPE, cwd=ROOT)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", parent_program], stdout=subprocess.PIPE, cwd=ROOT
+    )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     start = process_start(pid)

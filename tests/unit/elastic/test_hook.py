@@ -34,8 +34,12 @@ def own_excepthook() -> Iterator[None]:
         ["--", RUN],
     ],
 )
-def test_torchrun_over_our_runner_is_known(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.path.isfile", lambda path: str(path) == str(ROOT / "elastic" / "hook.py"))
+def test_torchrun_over_our_runner_is_known(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "os.path.isfile", lambda path: str(path) == str(ROOT / "elastic" / "hook.py")
+    )
     assert starts_our_runner(["/opt/bin/torchrun", *words])
     assert starts_our_runner(["/lib/torch/distributed/run.py", *words])
 
@@ -100,7 +104,7 @@ def test_no_setting_where_no_node_can_join_or_the_back_end_is_another(words: lis
 
 def test_back_end_by_our_name_is_refused_in_one_line() -> None:
     create = handlers()
-    with pytest.raises(ValueError, match="rdzv_backend: found 'elastic'.*use --rdzv_backend=c10d"):
+    with pytest.raises(ValueError, match=r"rdzv_backend: found 'elastic'.*use --rdzv_backend=c10d"):
         create(SimpleNamespace(backend="elastic"))
 
 
@@ -119,7 +123,7 @@ class ChildFailedError(Exception):
         self.failures = failures
 
 
-class SignalException(Exception):
+class SignalException(Exception):  # noqa: N818 - torch's name
     def __init__(self) -> None:
         self.sigval = SimpleNamespace(name="SIGTERM")
 
@@ -127,7 +131,10 @@ class SignalException(Exception):
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (ChildFailedError({0: Failure(-15, 1), 1: Failure(1, 2)}), "torchrun: rank 1 failed (exit code 1, pid 11)\n"),
+        (
+            ChildFailedError({0: Failure(-15, 1), 1: Failure(1, 2)}),
+            "torchrun: rank 1 failed (exit code 1, pid 11)\n",
+        ),
         (
             ChildFailedError({0: Failure(1, 3), 2: Failure(-9, 2)}),
             "torchrun: rank 2 failed (SIGKILL, pid 11); rank 0 failed (exit code 1, pid 11)\n",
@@ -136,7 +143,9 @@ class SignalException(Exception):
         (SignalException(), "torchrun: ended by signal SIGTERM\n"),
     ],
 )
-def test_wall_of_torchrun_is_one_line(error: Exception, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wall_of_torchrun_is_one_line(
+    error: Exception, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepare(["torchrun", "-m", "elastic.run"], {})
     sys.excepthook(type(error), error, None)
     assert capsys.readouterr().err == line
@@ -150,5 +159,7 @@ def test_any_other_error_keeps_its_traceback(capsys: pytest.CaptureFixture[str])
 
 def test_hook_loads_nothing_but_what_python_has() -> None:
     program = "import sys, logging; before = set(sys.modules); import elastic.hook; print(*(set(sys.modules) - before))"
-    out = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert set(out.split()) <= {"elastic", "elastic.hook", "__future__", "typing"}

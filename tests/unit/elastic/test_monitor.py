@@ -25,7 +25,10 @@ print("on", flush=True)
 def run_worker(folder: Path, end: str, *, number: int = 0) -> subprocess.Popen[bytes]:
     """Start a worker that opens slot 1 as rank 3 and then does `end`; send it a signal once it is on."""
     worker = subprocess.Popen(
-        [sys.executable, "-c", START + end, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", START + end, str(folder)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert worker.stdout is not None
     assert worker.stdout.readline() == b"on\n"
@@ -36,7 +39,9 @@ def run_worker(folder: Path, end: str, *, number: int = 0) -> subprocess.Popen[b
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
-def test_worker_ended_by_a_signal_is_told_with_the_signal_and_where_it_was(tmp_path: Path, number: int) -> None:
+def test_worker_ended_by_a_signal_is_told_with_the_signal_and_where_it_was(
+    tmp_path: Path, number: int
+) -> None:
     worker = run_worker(tmp_path, "time.sleep(60)", number=number)
     assert worker.returncode == -number
     (fault,) = previous_faults(tmp_path)
@@ -113,7 +118,9 @@ def test_fault_is_handed_out_once_though_all_workers_ask_at_once(tmp_path: Path)
         "print(len(previous_faults(Path(sys.argv[1]))))"
     )
     askers = [
-        subprocess.Popen([sys.executable, "-c", ask, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", ask, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE
+        )
         for _ in range(4)
     ]
     assert sum(int(asker.communicate()[0]) for asker in askers) == 3
@@ -143,7 +150,16 @@ def test_beat_takes_a_few_microseconds_at_most(tmp_path: Path) -> None:
 
 
 def test_fault_survives_its_json_form() -> None:
-    fault = Fault(rank=1, local_rank=0, host="h", step=4, phase="save", kind="killed", signal="SIGKILL", time=1.5)
+    fault = Fault(
+        rank=1,
+        local_rank=0,
+        host="h",
+        step=4,
+        phase="save",
+        kind="killed",
+        signal="SIGKILL",
+        time=1.5,
+    )
     assert Fault.from_json(fault.to_json()) == fault
 
 
