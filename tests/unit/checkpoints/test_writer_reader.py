@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -323,12 +324,20 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two checkpoints, to be copied."""
+    path = tmp_path_factory.mktemp("two") / "run"
+    for step in (2, 3):
+        write(open_store(str(path)), step)
+    return path
+
+
 @pytest.mark.parametrize(("file", "damage"), CASES)
 def test_damage_to_any_file_is_found_by_verify_and_by_restore_and_named(
-    file: str, damage: Callable[[Path], None], store: Store, tmp_path: Path
+    file: str, damage: Callable[[Path], None], two_steps: Path, store: Store, tmp_path: Path
 ) -> None:
-    for step in (2, 3):
-        write(store, step)
+    shutil.copytree(two_steps, tmp_path / "run")
     damage(tmp_path / "run" / name(3).folder / file)
     expected = NoCheckpointError if (file, damage) == ("manifest.json", remove) else DamagedError
     for check in (reader.verify, reader.restore):
