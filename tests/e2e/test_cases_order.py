@@ -6,10 +6,9 @@ from tests.support import records
 from tests.support.cases import (
     EACH_STEP,
     REL,
-    SLOW,
     assert_each_sample_once,
     final_weight,
-    kill_after,
+    run_killed,
     run_once,
     sets,
     tracer,
@@ -19,22 +18,17 @@ from tests.support.cluster import Cluster
 
 
 def test_c01_the_rest_of_the_epoch_is_not_shuffled_anew(cluster: Cluster) -> None:
-    overrides = (*EACH_STEP, SLOW, "args.n=12", "train.epochs=1", "train.global_batch_size=4")
-    cluster.start(tracer(), *overrides, max_restarts=1)
-    kill_after(cluster, 1)
-    summary = cluster.complete()
+    overrides = (*EACH_STEP, "args.n=12", "train.epochs=1", "train.global_batch_size=4")
+    summary = run_killed(cluster, "Tracer", "2@1", *overrides)
     assert sets(cluster.url) == [{8, 0, 5, 9}, {7, 4, 2, 10}, {3, 1, 11, 6}]
     weights = [weight(cluster.url, step) for step in (1, 2, 3)]
     assert weights == pytest.approx([0.55, 1.07, 1.488], rel=REL)
-    assert summary["restarts"] == 1
     assert summary["generations"][1]["start_step"] == 1
 
 
 def test_c02_the_resume_offset_is_that_of_one_epoch(cluster: Cluster) -> None:
-    overrides = (*EACH_STEP, SLOW, "args.n=20", "train.epochs=3", "train.global_batch_size=4")
-    cluster.start(tracer(), *overrides, max_restarts=1)
-    kill_after(cluster, 3)
-    summary = cluster.complete()
+    overrides = (*EACH_STEP, "args.n=20", "train.epochs=3", "train.global_batch_size=4")
+    summary = run_killed(cluster, "Tracer", "4@1", *overrides)
     assert summary["steps"] == 15
     steps = records.committed_steps(cluster.url)
     assert [step.epoch for step in steps] == [0] * 5 + [1] * 5 + [2] * 5
@@ -47,10 +41,8 @@ def test_c02_the_resume_offset_is_that_of_one_epoch(cluster: Cluster) -> None:
 def test_c03_a_resume_in_a_later_epoch_has_that_epochs_order(
     cluster: Cluster, workers: int
 ) -> None:
-    overrides = (*EACH_STEP, SLOW, "args.n=8", "train.epochs=3", "train.global_batch_size=4")
-    cluster.start(tracer(), *overrides, f"loader.workers={workers}", max_restarts=1)
-    kill_after(cluster, 3)
-    cluster.complete()
+    overrides = (*EACH_STEP, "args.n=8", "train.epochs=3", "train.global_batch_size=4")
+    run_killed(cluster, "Tracer", "4@1", *overrides, f"loader.workers={workers}")
     orders = [{4, 0, 7, 3}, {2, 5, 1, 6}, {5, 4, 2, 6}, {7, 3, 1, 0}, {0, 4, 7, 2}, {6, 5, 1, 3}]
     assert sets(cluster.url) == orders
     assert records.committed_steps(cluster.url)[3].generation > 1
@@ -68,9 +60,7 @@ def test_c04_what_the_loader_fetched_is_not_what_was_trained(cluster: Cluster) -
         "loader.workers=2",
         "loader.prefetch=8",
     )
-    cluster.start(tracer(), *overrides, max_restarts=1)
-    kill_after(cluster, 3)
-    summary = cluster.complete()
+    summary = run_killed(cluster, "Tracer", "4@1", *overrides)
     third = next(n for n in records.checkpoints(cluster.url) if n[1] == 3)
     manifest = records.read_json(records.checkpoint_path(cluster.url, third) / "manifest.json")
     assert manifest["info"]["position"] == 24
@@ -103,10 +93,8 @@ def test_c05_only_drop_last_leaves_samples_out(cluster: Cluster) -> None:
 @pytest.mark.parametrize("n", [8, 9])
 def test_c06_a_checkpoint_at_the_end_of_an_epoch(cluster: Cluster, n: int, epoch: int) -> None:
     steps_per_epoch = -(-n // 4)
-    overrides = (*EACH_STEP, SLOW, f"args.n={n}", "train.epochs=3", "train.global_batch_size=4")
-    cluster.start(tracer(), *overrides, max_restarts=1)
-    kill_after(cluster, epoch * steps_per_epoch)
-    summary = cluster.complete()
+    overrides = (*EACH_STEP, f"args.n={n}", "train.epochs=3", "train.global_batch_size=4")
+    summary = run_killed(cluster, "Tracer", f"{epoch * steps_per_epoch + 1}@1", *overrides)
     assert summary["steps"] == 3 * steps_per_epoch
     started = records.events(cluster.url, "start")[-1]
     assert (started["epoch"], started["position"]) == (epoch, 0)

@@ -9,8 +9,7 @@ from tests.support import records
 from tests.support.cases import (
     EACH_STEP,
     REL,
-    SLOW,
-    kill_after,
+    run_killed,
     run_once,
     tracer,
     weight,
@@ -24,11 +23,8 @@ def test_c37_the_cosine_rate_goes_on_after_a_resume(cluster: Cluster) -> None:
         "train.epochs=1",
         "train.global_batch_size=4",
         "checkpoint.every=45 steps",
-        "train.step_delay=0.03",
     )
-    cluster.start(tracer("Cosine"), *overrides, max_restarts=1)
-    kill_after(cluster, 45)
-    cluster.complete()
+    run_killed(cluster, "Cosine", "46@1", *overrides)
     events = records.step_events(cluster.url)
     assert events[45]["generation"] > events[44]["generation"]
     rates = [event["lr"] for event in events]
@@ -40,21 +36,16 @@ def test_c37_the_cosine_rate_goes_on_after_a_resume(cluster: Cluster) -> None:
 
 
 def test_c37_a_schedule_by_epochs_goes_on_after_kills_inside_epochs(cluster: Cluster) -> None:
-    overrides = (*EACH_STEP, SLOW, "args.n=8", "train.epochs=6", "train.global_batch_size=4")
-    cluster.start(tracer("MultiStep"), *overrides, max_restarts=3)
-    for epoch in (2, 3, 4):
-        kill_after(cluster, 2 * epoch + 1)
-    summary = cluster.complete()
-    assert summary["restarts"] == 3
+    overrides = (*EACH_STEP, "args.n=8", "train.epochs=6", "train.global_batch_size=4")
+    kill = " ".join(f"{2 * epoch + 2}@{epoch % 2}" for epoch in (2, 3, 4))
+    run_killed(cluster, "MultiStep", kill, *overrides)
     rates = [event["lr"] for event in records.step_events(cluster.url)]
     assert rates == pytest.approx([100.0] * 8 + [10.0] * 4, rel=1e-12)
 
 
 def test_c38_adams_moments_come_back(cluster: Cluster) -> None:
-    overrides = (*EACH_STEP, SLOW, "args.n=32", "train.epochs=1", "train.global_batch_size=4")
-    cluster.start(tracer("AdamScalar"), *overrides, max_restarts=1)
-    kill_after(cluster, 4)
-    cluster.complete()
+    overrides = (*EACH_STEP, "args.n=32", "train.epochs=1", "train.global_batch_size=4")
+    run_killed(cluster, "AdamScalar", "5@0", *overrides)
     weights = [weight(cluster.url, step) for step in range(4, 9)]
     expected = [0.6039391, 0.5079637, 0.4142365, 0.3234208, 0.2362638]
     assert weights == pytest.approx(expected, rel=REL)
@@ -64,7 +55,6 @@ def test_c38_adams_moments_come_back(cluster: Cluster) -> None:
 def test_c43_best_and_patience_are_remembered(cluster: Cluster) -> None:
     overrides = (
         *EACH_STEP,
-        SLOW,
         "args.n=8",
         "args.steps_per_epoch=2",
         "train.epochs=6",
@@ -73,14 +63,10 @@ def test_c43_best_and_patience_are_remembered(cluster: Cluster) -> None:
         "eval.mode=min",
         "eval.patience=3",
     )
-    cluster.start(tracer("Scored"), *overrides, max_restarts=5)
-    for epoch in range(5):
-        kill_after(cluster, 2 * epoch + 1)
-    assert cluster.finish() == [0]
-    summary = records.summary(cluster.url)
+    kill = " ".join(f"{2 * epoch + 2}@{epoch % 2}" for epoch in range(5))
+    summary = run_killed(cluster, "Scored", kill, *overrides)
     assert summary["status"] == "stopped"
     assert summary["steps"] == 10
-    assert summary["restarts"] == 5
     assert (summary["best"]["metric"], summary["best"]["value"]) == ("score", 3.0)
     assert summary["best"]["step"] == 4
     best = records.parse_state(summary["best"]["checkpoint"])

@@ -11,7 +11,8 @@ from tests.support.cases import (
     SLOW,
     assert_each_sample_once,
     final_weight,
-    kill_after,
+    killed,
+    run_killed,
     run_once,
     tracer,
 )
@@ -45,11 +46,12 @@ def assert_as_undisturbed(cluster: Cluster, folder: Path, n: int, *overrides: st
 def test_three_kills_then_the_world_goes_from_2_to_1_to_3_to_2(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    settings = ("args.n=83", f"train.epochs={EPOCHS}", "train.global_batch_size=6")
-    overrides = (*settings, "checkpoint.every=1 step", "checkpoint.keep=3", SLOW)
+    settings = ("args.n=83", f"train.epochs={EPOCHS}", "train.global_batch_size=4")
+    kill = ("args.kill=9@0 12@1 16@0", f"args.marks={tmp_path}/marks")
+    overrides = (*settings, *kill, "checkpoint.every=1 step", SLOW)
 
     def agent() -> Agent:
-        return cluster.start(tracer(), *overrides, nproc=1, nnodes="1:4", max_restarts=20)
+        return cluster.start(killed(), *overrides, nproc=1, nnodes="1:4", max_restarts=20)
 
     def until_world(size: int) -> None:
         def there() -> int | None:
@@ -63,8 +65,8 @@ def test_three_kills_then_the_world_goes_from_2_to_1_to_3_to_2(
     host = agent()  # it holds the rendezvous: it stays
     second = agent()
     until_world(2)
-    for step in (3, 5, 8):
-        kill_after(cluster, max(step, records.newest_step(cluster.url) + 1), rank=step % 2)
+    cluster.until_step(17)
+    assert len(list((tmp_path / "marks").iterdir())) == 3
     second.signal(signal.SIGTERM)
     second.wait(40)
     until_world(1)
@@ -85,11 +87,7 @@ def test_a_batch_that_three_ranks_do_not_divide_and_a_short_last_step(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     settings = ("args.n=230", f"train.epochs={EPOCHS}", "train.global_batch_size=50")
-    overrides = (*settings, "checkpoint.every=1 step", SLOW)
-    cluster.start(tracer(), *overrides, nproc=3, max_restarts=3)
-    for step, rank in ((2, 0), (6, 1), (10, 2)):
-        kill_after(cluster, step, rank=rank)
-    assert cluster.complete()["restarts"] == 3
+    run_killed(cluster, "Tracer", "3@0 7@1 10@2", *settings, "checkpoint.every=1 step", nproc=3)
     assert_as_undisturbed(cluster, tmp_path / "undisturbed", 230, *settings)
 
 
