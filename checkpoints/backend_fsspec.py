@@ -5,6 +5,7 @@ after it), without instance or listing caches, and with the library's own retrie
 multiply with the store's. Every answer comes from the server.
 """
 
+import contextlib
 import os
 import secrets
 import threading
@@ -109,12 +110,7 @@ class FsspecBackend:
                     file.write(chunk[start : start + _BLOCK_BYTES])
             file.close()
         except BaseException:
-            # close() would publish what has been sent so far, also when it is called by the
-            # garbage collector.
-            file.closed = True
-            discard = getattr(file, "discard", None)
-            if discard is not None:
-                discard()
+            _discard(file)
             raise
         found = self._fs.size(path)
         if found != size:
@@ -152,6 +148,16 @@ class FsspecBackend:
             self._fs.rm(self._path(folder), recursive=True)
         except FileNotFoundError:
             return
+
+    def delete_temps(self, folder: str) -> None:
+        """Delete the temp files in one folder."""
+        try:
+            found = self._fs.ls(self._path(folder), detail=False)
+        except FileNotFoundError:
+            return
+        for path in map(str, found):
+            if path.rpartition("/")[2].startswith(_TEMP):
+                _quietly_remove(self._fs, path)
 
     def appender(self, name: str) -> Appender | None:  # noqa: ARG002  # the same for every name
         """Nothing grows here."""
@@ -245,6 +251,9 @@ class ObjectBackend(FsspecBackend):
         for name in self.names(f"{folder}/"):
             self.delete(name)
 
+    def delete_temps(self, folder: str) -> None:
+        """Objects need none."""
+
 
 class MemoryBackend(ObjectBackend):
     """fsspec's objects in this process's memory; a lock makes its checks and writes one."""
@@ -292,6 +301,20 @@ class MemoryBackend(ObjectBackend):
 def past_the_end(error: BaseException) -> bool:
     """Whether a range was refused because it begins at or after the end."""
     return error_code(error) == "InvalidRange" or http_status(error) == 416
+
+
+def _discard(file: Any) -> None:
+    """Give up a file that is half sent; the error that led here is the one to tell."""
+    try:
+        # close() would publish what has been sent so far, also by way of the garbage collector.
+        file.closed = True
+    except AttributeError:
+        # A plain file: it has been written to a temp name, so that closing it shows nothing.
+        with contextlib.suppress(Exception):
+            file.close()
+        return
+    with contextlib.suppress(Exception):
+        file.discard()
 
 
 def _quietly_remove(fs: Any, path: str) -> None:

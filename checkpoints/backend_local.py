@@ -164,6 +164,11 @@ class LocalBackend:
                     continue
             return
 
+    def delete_temps(self, folder: str) -> None:
+        """Unlink the temp files in one folder."""
+        for path in (self.root / folder).glob(f"{_TEMP}*"):
+            path.unlink(missing_ok=True)
+
     def appender(self, name: str) -> "LocalAppender":
         """Open for appending."""
         path = self.root / name

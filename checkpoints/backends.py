@@ -69,6 +69,9 @@ class Backend(Protocol):
     def delete_tree(self, folder: str) -> None:
         """Delete a folder and all in it; one that is missing is fine."""
 
+    def delete_temps(self, folder: str) -> None:
+        """Delete what writers that were killed left in a folder: no listing shows it."""
+
     def appender(self, name: str) -> Appender | None:
         """A growing file, or None where the store has none."""
 

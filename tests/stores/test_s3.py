@@ -1,3 +1,4 @@
+import gc
 import logging
 import multiprocessing
 import os
@@ -173,6 +174,24 @@ def test_a_part_refused_once_does_not_leave_a_short_object(
     assert refused.hits == 1
     assert faulty.size("large") == 70 << 20
     assert faulty.get_range("large", (69 << 20) - 1, 2) == b"\x44\x45"
+
+
+def test_an_upload_that_breaks_off_leaves_no_object_and_the_old_one_in_place(
+    s3_server: S3Server, proxy: FaultProxy
+) -> None:
+    store = open_store(s3_server.url(), s3_options(proxy.endpoint), retry_s=0.5)
+    store.put("old", b"the old one")
+    # The network is gone from the second part on: the upload cannot even be given up in order.
+    proxy.faults.append(Fault(kind=Kind.RESET, contains="partNumber=2"))
+    proxy.faults.append(Fault(kind=Kind.RESET, method="DELETE"))
+    for name in ("new", "old"):
+        with pytest.raises(TransientStoreError, match=f"{name}: write failed"):
+            store.put(name, [bytes(1 << 20)] * 70)
+    proxy.faults.clear()
+    gc.collect()  # a forgotten file must not publish its half either
+    assert not store.exists("new")
+    assert store.get("old") == b"the old one"
+    store.close()
 
 
 def test_throttling_without_end_gives_a_transient_error_in_bounded_time(
