@@ -103,7 +103,7 @@ class Loader:
             options: workers and the like.
             collate: makes a batch of a list of samples; torch's default_collate where None.
             seed: of the dataset's draws; the plan's where None.
-            keep_random_state: whether the main process's random state is put back after each batch; it costs some 30 us without
+            keep_random_state: whether the main process's random state is put back after each batch; it costs some 100 us without
                 loader workers, and only who seeds before each forward can do without.
             passed: further arguments of DataLoader, which win over options.
 

@@ -236,6 +236,20 @@ def test_the_reader_knows_no_sections_meaning() -> None:
         read_section(Mine, read_yaml("", "f"), "my.")
 
 
+def test_an_error_about_a_key_that_was_left_out_has_its_sections_place() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Pair:
+        low: int = 5
+        high: int = 9
+
+        def __post_init__(self) -> None:
+            if self.low > self.high:
+                raise ConfigError(f"high: found {self.high}, expected at least low")
+
+    with pytest.raises(ConfigError, match=r"^pair\.high: found 9, expected at least low \(f\)$"):
+        read_section(Pair, read_yaml("low: 10", "f"), "pair.")
+
+
 # ------------------------------------------------------------------------------------------- JOB
 @pytest.mark.parametrize("job", ["my.py:Job", "package.module:Job"])
 def test_a_class_can_be_the_job(job: str) -> None:

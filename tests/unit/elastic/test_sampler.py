@@ -314,6 +314,14 @@ def test_dropping_the_tail_leaves_all_ranks_as_many() -> None:
     assert list(samplers[0]) == []
 
 
+def test_without_a_global_batch_nothing_is_left_at_the_end_and_any_batch_size_will_do() -> None:
+    sampler = ElasticSampler(range(6), 2, 1)
+    assert sampler.batch_size is None
+    sampler.advance(6)
+    assert list(sampler) == []
+    assert len(sampler) == 0
+
+
 def test_a_position_inside_a_step_leaves_its_rest() -> None:
     sampler = ElasticSampler(range(20), 1, 0, shuffle=False, global_batch_size=8)
     sampler.advance(5)
