@@ -126,6 +126,10 @@ class Catalog:
     def inventory(self) -> Inventory:
         """List what is there; manifests that are not known yet are read."""
         found = Inventory()
+        for child in self.store.children(CHECKPOINTS):
+            # A writer killed in its first file leaves a folder in which no listing shows a file.
+            if (empty := CheckpointName.find(child)) is not None:
+                found.files[empty] = []
         for path in self.store.list(f"{CHECKPOINTS}/"):
             _, _, rest = path.partition("/")
             folder, _, file = rest.partition("/")

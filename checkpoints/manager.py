@@ -76,6 +76,7 @@ class CheckpointManager:
         self._commits = threading.Lock()
         self._damaged: set[CheckpointName] = set()
         self._verified: set[CheckpointName] = set()
+        self._swept: set[CheckpointName] = set()
 
     # ------------------------------------------------------------------------------------- writing
     def stage(
@@ -266,9 +267,15 @@ class CheckpointManager:
                 continue  # its writer was only slow: now it is committed, and stays
             self.catalog.add_void(name)
             self._delete_files(name, found.files[name], needed)
+            self.store.delete_temps(name.folder)
+            self._swept.add(name)
             logger.info("checkpoint %s: was never committed; its remains are swept", name)
         for name in found.void:
-            self._delete_files(name, found.files[name], needed)
+            # A sweep may have been cut short, or a file was needed by another one until now.
+            if name not in self._swept or len(found.files[name]) > 1:
+                self._delete_files(name, found.files[name], needed)
+                self.store.delete_temps(name.folder)
+                self._swept.add(name)
 
     def _delete_files(self, name: CheckpointName, files: Collection[str], needed: set[str]) -> None:
         for file in files:

@@ -306,6 +306,18 @@ def test_a_sweep_that_was_killed_is_finished_later(store: Store) -> None:
     assert store.list(name(7).folder) == [name(7).manifest]
 
 
+def test_what_a_writer_killed_in_its_first_file_left_unseen_is_swept(
+    local: Store, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run" / name(7).folder
+    folder.mkdir(parents=True)
+    (folder / ".tmp-1-abcdef").write_bytes(b"half a model")
+    assert local.list() == []
+    manager = CheckpointManager(local)
+    save(manager, 1, generation=2)
+    assert [path.name for path in folder.iterdir()] == ["manifest.json"]
+
+
 # ----------------------------------------------------------------------------------- fence and threads
 def test_nothing_is_committed_or_deleted_once_a_newer_generation_was_claimed(local: Store) -> None:
     claimed: list[int] = []
@@ -567,6 +579,8 @@ def test_c25_killed_at_any_moment_of_a_save_the_newest_committed_one_verifies(
     assert known > 0
     inventory = CheckpointManager(open_store(url)).catalog.inventory()
     assert all(found.generation == 10 for found in inventory.unfinished)
+    temps = list((tmp_path / "run").rglob(".tmp-*"))
+    assert {temp.parent.name for temp in temps} <= {str(found) for found in inventory.unfinished}
 
 
 def check_newest(url: str, known: int) -> int:
