@@ -65,7 +65,10 @@ class Scalar:
     def __str__(self) -> str:
         if self.is_null:
             return "nothing"
-        return self.text if self.plain else f"the text {self.text!r}"
+        if not self.plain:
+            return f"the text {self.text!r}"
+        # An error is one line, whatever was typed.
+        return self.text if self.text.isprintable() else repr(self.text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,3 +241,4 @@ def test_contents_that_may_be_secret_are_not_shown() -> None:
     fields = read_yaml("a: {secret: xyz}\nb: [xyz]", "f.yaml")
     assert [str(value) for value in fields.fields.values()] == ["a mapping", "a list"]
     assert str(Scalar("5", plain=False, place="")) == "the text '5'"
+    assert str(Scalar("a\nb", plain=True, place="")) == "'a\\nb'"
