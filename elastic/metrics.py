@@ -98,18 +98,19 @@ class Console:
         self._write(text, transient=False)
 
     def _write(self, text: str, *, transient: bool) -> None:
-        if not self._terminal:
-            self._stream.write(text + "\n")
-        else:
-            self._stream.write(f"\r\x1b[K{text}" + ("" if transient else "\n"))
-            self._open_line = transient
-        self._stream.flush()
+        line = f"\r\x1b[K{text}" + ("" if transient else "\n") if self._terminal else text + "\n"
+        self._open_line = self._terminal and transient
+        # A terminal that is gone or a full disk under a log must not end the training.
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(line)
+            self._stream.flush()
 
     def close(self) -> None:
         """Leave the cursor on a line of its own."""
         if self._open_line:
-            self._stream.write("\n")
-            self._stream.flush()
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.write("\n")
+                self._stream.flush()
 
 
 def _render(status: Status, rate: float) -> str:

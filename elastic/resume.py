@@ -22,7 +22,7 @@ from checkpoints.errors import (
     StoreError,
     SupersededError,
 )
-from checkpoints.generations import check_fence, claim, read_claims, write_started
+from checkpoints.generations import check_fence, claim, newest_generation, read_claim, write_started
 from checkpoints.layout import (
     JSON,
     RUN,
@@ -126,8 +126,7 @@ def claim_generation(
     """
     verdict: dict[str, Any] = {}
     if world.is_primary:
-        claims = read_claims(store)
-        previous = claims[-1] if claims else None
+        previous = _newest_claim(store)
 
         def make(generation: int, launch: str) -> Claim:
             is_new = previous is None or launch != previous.launch
@@ -150,6 +149,16 @@ def claim_generation(
     if "error" in verdict:
         raise (OverruledError if verdict["superseded"] else ElasticError)(verdict["error"])
     return Claim.from_json(str(verdict["claim"]).encode(), "claim")
+
+
+def _newest_claim(store: Store) -> Claim | None:
+    """The newest claim that can be read; where it cannot, the cause is told as a start."""
+    newest = newest_generation(store)
+    try:
+        return read_claim(store, newest) if newest else None
+    except CheckpointError as error:
+        logger.warning("the claim of generation %d is left out: %s", newest, error)
+        return None
 
 
 def _claim(

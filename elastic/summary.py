@@ -8,14 +8,23 @@ once and carried along in `journal/GENERATION.history.json`, so that the work do
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
-from checkpoints.errors import ObjectMissingError
-from checkpoints.generations import read_claims, read_started
-from checkpoints.layout import SUMMARY, CheckpointName, journal_prefix
+from checkpoints.errors import ObjectMissingError, RecordError
+from checkpoints.generations import read_claim
+from checkpoints.layout import (
+    GENERATIONS,
+    SUMMARY,
+    CheckpointName,
+    Claim,
+    Started,
+    generation_of,
+    journal_prefix,
+    started_name,
+)
 from checkpoints.store import Store
 from elastic.progress import Progress
 
@@ -68,13 +77,9 @@ def past_rows(store: Store, before: int) -> list[Row]:
     """The rows of all started generations older than `before`, ascending."""
     known = _newest_history(store, before)
     newest_known = known[-1].generation if known else 0
-    claims = {c.generation: c for c in read_claims(store) if newest_known < c.generation < before}
     rows = list(known)
-    for started in read_started(store):
-        claim = claims.get(started.generation)
-        if claim is None:
-            continue
-        tail = _journal_tail(store, started.generation)
+    for claim, started in _started_between(store, newest_known, before):
+        tail = _journal_tail(store, claim.generation)
         created = datetime.fromisoformat(started.created_at).timestamp()
         spent = tail.get("spent", {})
         rows.append(
@@ -96,6 +101,21 @@ def past_rows(store: Store, before: int) -> list[Row]:
             )
         )
     return sorted(rows, key=lambda row: row.generation)
+
+
+def _started_between(store: Store, after: int, before: int) -> Iterator[tuple[Claim, Started]]:
+    """Claim and started record of the generations in between that have both."""
+    found = {n for c in store.children(GENERATIONS) if (n := generation_of(f"{GENERATIONS}/{c}"))}
+    for generation in sorted(found):
+        if not after < generation < before:
+            continue
+        name = started_name(generation)
+        try:
+            yield read_claim(store, generation), Started.from_json(store.get(name), name)
+        except ObjectMissingError:
+            continue  # claimed, never started
+        except RecordError as error:
+            logger.warning("generation %d is left out of the summary: %s", generation, error)
 
 
 def write_history(store: Store, generation: int, rows: Sequence[Row]) -> None:
