@@ -71,6 +71,7 @@ class Generation:
             keep=options.keep,
             keep_every=options.keep_every,
             part_bytes=options.part_bytes,
+            split_bytes=options.split_bytes,
             fence=self._fence,
         )
         self.epochs_planned: int | None = None

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from checkpoints.errors import CheckpointError, PartedError, StoreError, SupersededError
+from checkpoints.buffers import Snapshot
+from checkpoints.errors import CheckpointError, StoreError
 from checkpoints.layout import CheckpointName
 from checkpoints.manager import CheckpointManager
 from checkpoints.options import CheckpointOptions, Interval
@@ -70,6 +71,7 @@ class Saver:
         self._run_id, self._generation, self._parent = run_id, generation, parent
         self.clocked = Clocked(interval=options.every, clock=clock)
         self.clocked.restart()
+        self._held: Snapshot | None = None
         self._unsaved_since: float | None = None
         self._retry_at = 0.0
         self.last: CheckpointName | None = None
@@ -106,15 +108,19 @@ class Saver:
         if self.last == name:
             return True
         self.clocked.restart()
+        held, self._held = self._held, None
+        if held is not None and held.name != name:
+            held.release()
+            held = None
         try:
-            snapshot = self._manager.stage(
-                tree, name=name, parent=self.newest, run_id=self._run_id, info=info
+            # One whose manifest may have arrived is committed again: its name cannot be used anew.
+            held = held or self._manager.stage(
+                tree, name=name, parent=self._parent, run_id=self._run_id, info=info
             )
             keep = [CheckpointName.parse(text) for text in protect]
-            self._manager.commit(snapshot, protect=keep)
-        except (SupersededError, PartedError):
-            raise
+            self._manager.commit(held, protect=keep)
         except StoreError as error:
+            self._held = held
             self._note_failure(step, error)
             return False
         self.last, self._unsaved_since, self.last_error = name, None, None
