@@ -2,11 +2,11 @@
 
 Promises: every rank evaluates its own contiguous part, and what is added up are sums and counts, so
 that the result does not depend on the number of ranks; a signal is noticed within two batches and
-agreed by all ranks; a job's hook leaves the random streams as it found them.
+agreed by all ranks; the mode of every module and the random streams are left as they were found.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from elastic.errors import StartError
 from elastic.sampler import part
-from elastic.seeding import mix, seed_all
+from elastic.seeding import kept_random_state, mix, seed_all
 from elastic.world import Pending, World
 from jobs.job import Job, Mean, Metric
 
@@ -42,7 +42,6 @@ class Evaluation:
             StartError: A set has no length or no items.
         """
         self._job, self._world, self._context = job, world, context
-        self._batches: dict[str, list[Any]] = {}
         self._loaders: dict[str, tuple[DataLoader[Any] | None, int]] = {}
         for name, dataset in sets.items():
             n = _length(name, dataset)
@@ -60,29 +59,39 @@ class Evaluation:
                 )
             self._loaders[name] = (loader, rounds)
 
-    def run(self, model: nn.Module, *, leaving: Any) -> dict[str, float] | None:
+    def run(self, model: nn.Module, *, leaving: Callable[[], bool]) -> dict[str, float] | None:
         """Evaluate; None where the ranks agreed to leave in the middle. Collective.
 
         `leaving()` tells whether this rank was told to leave. Names of several sets become
         prefixes: `test/accuracy`.
         """
-        was_training = model.training
+        # Of each module, since a frozen part is in eval mode while the rest trains.
+        was_training = {module: module.training for module in model.modules()}
         model.eval()
-        results: dict[str, float] = {}
         try:
-            for name, (loader, rounds) in self._loaders.items():
-                totals = self._evaluate(model, loader, rounds, leaving)
-                if totals is None:
-                    return None
-                figures = self._job.summarize(self._add_up(totals))
-                prefix = f"{name}/" if name else ""
-                results.update({f"{prefix}{k}": float(v) for k, v in figures.items()})
+            with kept_random_state(self._world.device):
+                return self._evaluate_all(model, leaving)
         finally:
-            model.train(was_training)
+            for module, mode in was_training.items():
+                module.training = mode
+
+    def _evaluate_all(self, model: nn.Module, leaving: Callable[[], bool]) -> dict[str, float] | None:
+        results: dict[str, float] = {}
+        for name, (loader, rounds) in self._loaders.items():
+            totals = self._evaluate(model, loader, rounds, leaving)
+            if totals is None:
+                return None
+            figures = self._job.summarize(self._add_up(totals))
+            prefix = f"{name}/" if name else ""
+            results.update({f"{prefix}{k}": float(v) for k, v in figures.items()})
         return results
 
     def _evaluate(
-        self, model: nn.Module, loader: DataLoader[Any] | None, rounds: int, leaving: Any
+        self,
+        model: nn.Module,
+        loader: DataLoader[Any] | None,
+        rounds: int,
+        leaving: Callable[[], bool],
     ) -> dict[str, list[float]] | None:
         totals: dict[str, list[float]] = {}
         batches = iter(loader) if loader is not None else iter(())
@@ -91,10 +100,10 @@ class Evaluation:
             if pending is not None and pending.wait():
                 return None
             pending = self._world.flags_async(int(leaving()))
+            seed_all(mix(_EVAL_KEY, self._world.rank, number), self._world.device)
             batch = next(batches, None)
             if batch is None:
                 continue
-            seed_all(mix(_EVAL_KEY, self._world.rank, number), self._world.device)
             with torch.no_grad(), self._context:
                 moved = self._job.to_device(batch, self._world.device)
                 _add(totals, self._job.metrics(model, moved))
