@@ -143,16 +143,27 @@ def _journal_tail(store: Store, generation: int) -> dict[str, Any]:
     """Of the primary's journal: the last line that tells a step, with began and ready of the start."""
     prefix = journal_prefix(generation)
     names = [n for n in store.list(prefix) if n.endswith(".jsonl") and ".rank" not in n]
-    found: dict[str, Any] = {}
+    start: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    for name in names[:1]:
+        events = _events(store.get_range(name, 0, min(_TAIL_BYTES, store.size(name))))
+        start = next((event for event in events if event.get("event") == "start"), {})
     for name in reversed(names):
         size = store.size(name)
-        start = max(0, size - _TAIL_BYTES)
-        for line in reversed(store.get_range(name, start, size - start).splitlines()):
-            event = _parse(line)
-            if event is not None and "spent" in event:
-                return event
-            found = found or (event or {})
-    return found
+        begin = max(0, size - _TAIL_BYTES)
+        events = _events(store.get_range(name, begin, size - begin))
+        last = last or (events[-1] if events else {})
+        told = next((event for event in reversed(events) if "spent" in event), None)
+        if told is not None:
+            last = told
+            break
+    return {**{key: start[key] for key in ("began", "ready") if key in start}, **last}
+
+
+def _events(data: bytes) -> list[dict[str, Any]]:
+    """The whole lines of a piece of a journal; it may begin and end in the middle of one."""
+    found = (_parse(line) for line in data.splitlines())
+    return [event for event in found if event is not None]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
