@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from elastic.agreement import REQUEST_SLOTS, Agreed, Request
@@ -82,6 +83,8 @@ class Stepper:
         self._autocast = autocast(options.precision, world.device)
         self._parameters = [p for g in optimizer.param_groups for p in g["params"]]
         self._own_loss: Tensor | float = 0.0
+        self._statistics = _statistics(reducer.model) if options.on_nonfinite == "skip" else []
+        self._kept: list[Tensor] = []
 
     def run(self, step: int, batch: StepBatch, request: Request) -> StepResult:
         """Take step number `step` (from 1) on this rank's micro-batches.
@@ -93,6 +96,7 @@ class Stepper:
         """
         self._optimizer.zero_grad(set_to_none=True)
         self._reducer.start_step()
+        self._kept = [buffer.clone() for buffer in self._statistics]
         weighted = self._accumulate(step, batch, request)
         summed = self._reducer.summed()
         count = summed[_COUNT_HIGH] * _COUNT_UNIT + summed[_COUNT_LOW]
@@ -179,6 +183,8 @@ class Stepper:
         ranks = [rank for rank, said in enumerate(told) if not said["finite"]]
         if self._scaler is not None:
             self._scaler.update(self._scaler.get_scale())
+        for buffer, kept in zip(self._statistics, self._kept, strict=True):
+            buffer.copy_(kept)
         if self._options.on_nonfinite == "stop":
             shown = ", ".join(map(str, indices[:16])) + (", ..." if len(indices) > 16 else "")
             raise AttentionError(
@@ -194,9 +200,22 @@ def _contribution(
     weight = 1.0 if micro.samples else 0.0
     if isinstance(value, Mean):
         term = value.sum * (weight / _open_divisor(size))
-        return term, value.sum.detach() * weight, value.count * weight
+        # As float32 a count above 2**24 would be rounded.
+        items = value.count.detach().double() if isinstance(value.count, Tensor) else value.count
+        return term, _wide(value.sum.detach()) * weight, items * weight
     term = value * (micro.samples / size)
-    return term, value.detach() * float(micro.samples), float(micro.samples)
+    return term, _wide(value.detach()) * float(micro.samples), float(micro.samples)
+
+
+def _wide(value: Tensor) -> Tensor:
+    """As float32 at least: a sum over a batch soon leaves fp16's range."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _statistics(model: nn.Module) -> list[Tensor]:
+    """Running statistics of norms: a forward over what is not finite would spoil them for good."""
+    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
 
 def _open_divisor(size: int) -> float:
@@ -215,8 +234,3 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     if not ranks:
         return "all ranks (each loss is finite, the gradient is not)"
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> list[float]:
-    """The present rate of every parameter group, in order."""
-    return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
