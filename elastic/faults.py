@@ -20,17 +20,20 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Final, NoReturn
 
-from elastic.errors import CollectiveError, ExitCode
+from elastic.errors import CollectiveError, ExitCode, StartError
 
 __all__ = ["Signals", "is_collective", "leave", "say_once", "user_traceback"]
 
 logger = logging.getLogger(__name__)
 
+_FRESH_S: Final = 5.0
+"""For so long a fresh line is not said again."""
 _IMPATIENT: Final = 3
 """At this many signals the process ends at once; what is committed stays."""
 
 _OWN_FOLDERS: Final = tuple(
-    str(Path(__file__).resolve().parent.parent / name) for name in ("elastic", "checkpoints")
+    f"{Path(__file__).resolve().parent.parent / name}{os.sep}"
+    for name in ("elastic", "checkpoints")
 )
 _COLLECTIVE: Final = re.compile(
     r"gloo|NCCL|ProcessGroup|Connection (closed|reset) by peer|Broken pipe|Connection refused"
@@ -56,9 +59,18 @@ class Signals:
         self._count = 0
 
     def install(self) -> None:
-        """Set the handlers. Main thread only."""
+        """Set the handlers. Main thread only.
+
+        Raises:
+            StartError: A name is no signal that can be caught.
+        """
         for name in self._names:
-            signal.signal(getattr(signal, name), self._handle)
+            try:
+                signal.signal(signal.Signals[name], self._handle)
+            except (KeyError, OSError) as error:
+                raise StartError(
+                    f"signals: found {name!r}, expected names like SIGTERM or SIGUSR1"
+                ) from error
 
     def arm(self) -> None:
         """From here on a signal is a flag; before, there is nothing to save and it ends at once."""
@@ -118,9 +130,11 @@ def say_once(folder: Path, text: str, *, key: str | None = None, fresh: bool = F
 
     `fresh`: said at most once within a few seconds, so that a later restart may say it again.
     """
-    mark = f"{key or text}{int(time.time() / 5) if fresh else ''}"
-    name = folder / f"said-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
+    turn = int(time.time() / _FRESH_S) if fresh else None
+    name = _mark(folder, key or text, turn)
     try:
+        if turn is not None and _is_younger(_mark(folder, key or text, turn - 1), _FRESH_S):
+            return False
         os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return False
@@ -138,6 +152,18 @@ def leave(code: int) -> NoReturn:
             # A failed worker may hold native waits that its clean-up would join for ever.
             atexit._run_exitfuncs()  # noqa: SLF001  # the only way to run them before os._exit
     os._exit(code)
+
+
+def _mark(folder: Path, what: str, turn: int | None) -> Path:
+    text = what if turn is None else f"{what}{turn}"
+    return folder / f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _is_younger(path: Path, seconds: float) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime < seconds
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
