@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from elastic.errors import StartError
-from elastic.seeding import mix, seed_all
+from elastic.seeding import kept_random_state, mix, seed_all
 
 __all__ = ["compare_identity", "compare_ranks", "fingerprint_dataset"]
 
@@ -26,17 +26,24 @@ _PROBE_KEY: Final = 0x5EED
 def fingerprint_dataset(dataset: Dataset[Any], n: int, own: str | None) -> dict[str, Any]:
     """Length and either the job's own fingerprint or hashes of a few items, spread evenly.
 
-    Items are read with fixed random seeds, so that augmentation does not change the hash.
+    Items are read with fixed random seeds, so that augmentation does not change the hash; an item that
+    differs all the same when it is read twice (a generator of its own) tells nothing and is not compared.
     """
     if own is not None:
         return {"length": n, "fingerprint": own}
-    probes = {}
-    for index in _probe_indices(n):
+    with kept_random_state():
+        probes = {str(index): _probe(dataset, index) for index in _probe_indices(n)}
+    return {"length": n, "items": probes}
+
+
+def _probe(dataset: Dataset[Any], index: int) -> str:
+    digests = []
+    for _ in range(2):
         seed_all(mix(_PROBE_KEY, index))
         digest = hashlib.sha256()
         _feed(digest.update, dataset[index])
-        probes[str(index)] = digest.hexdigest()[:16]
-    return {"length": n, "items": probes}
+        digests.append(digest.hexdigest()[:16])
+    return digests[0] if digests[0] == digests[1] else "random"
 
 
 def _probe_indices(n: int) -> list[int]:
@@ -48,18 +55,23 @@ def _feed(update: Any, value: Any) -> None:
     update(type(value).__name__.encode())
     if isinstance(value, Tensor):
         update(f"{value.dtype}{tuple(value.shape)}".encode())
-        plain = value.detach().cpu().contiguous()
+        plain = value.detach().cpu().to_dense().resolve_conj().contiguous()
         update(bytes(plain.flatten().view(torch.uint8).numpy() if plain.numel() else b""))
+    elif getattr(getattr(value, "dtype", None), "hasobject", False):
+        # The bytes of such an array are addresses.
+        _feed(update, value.tolist())
     elif hasattr(value, "tobytes"):
         update(
             f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', getattr(value, 'size', ''))}".encode()
         )
         update(value.tobytes())
     elif isinstance(value, Mapping):
+        update(str(len(value)).encode())
         for key in sorted(value, key=str):
-            update(str(key).encode())
+            update(repr(key).encode() if isinstance(key, str | int) else str(key).encode())
             _feed(update, value[key])
     elif isinstance(value, tuple | list):
+        update(str(len(value)).encode())
         for item in value:
             _feed(update, item)
     elif isinstance(value, bool | int | str | bytes | None):
@@ -80,7 +92,7 @@ def compare_ranks(told: Sequence[Mapping[str, Any]]) -> None:
             what = _dataset_difference(first["dataset"], other["dataset"])
             raise StartError(
                 f"dataset: ranks 0 and {rank} see different data, {what}; make the job's dataset() "
-                "the same on every rank (sort file lists, seed shuffles)"
+                "the same on every rank (sort file lists, seed shuffles), or give the job a fingerprint()"
             )
         if other["model"] != first["model"]:
             what = _model_difference(first["model"], other["model"])
@@ -123,11 +135,13 @@ def _dataset_difference(old: Any, new: Any) -> str:
         return f"{old} and {new}"
     if old.get("length") != new.get("length"):
         return f"its length is {old.get('length')} and {new.get('length')}"
+    if "fingerprint" in old or "fingerprint" in new:
+        return f"its fingerprint is {old.get('fingerprint')!r} and {new.get('fingerprint')!r}"
     before, after = old.get("items", {}), new.get("items", {})
     for index in sorted({*before, *after}, key=int):
         if before.get(index) != after.get(index):
             return f"the content of item {index} differs"
-    return f"its fingerprint is {old.get('fingerprint')!r} and {new.get('fingerprint')!r}"
+    return "its record differs"
 
 
 def _model_difference(old: Any, new: Any) -> str:
