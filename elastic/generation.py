@@ -8,7 +8,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,10 +38,6 @@ from elastic.state import TrainState
 __all__ = ["Generation"]
 
 logger = logging.getLogger(__name__)
-
-_FENCE_S: Final = 5.0
-_PEER_S: Final = 3.0
-_POLL_S: Final = 0.05
 
 
 class Generation:
@@ -223,10 +219,14 @@ class Generation:
             AttentionError: Nothing could be saved for too long.
         """
         self._save_deferred = False
-        if self.records.audits_in_parts:
-            self.records.flush_audit()
-            self.world.barrier()
         saver = self._saver
+        if self.records.audits_in_parts:
+            sent = self.world.gather(self.records.flush_audit())
+            if not all(sent):
+                if saver is not None:
+                    told = f"the audit of rank {sent.index(False)} could not be written"
+                    saver.put_off(self.progress.step, StoreError(told))
+                return False
         if saver is None:
             return True
         name = saver.name(self.progress.step)
@@ -248,7 +248,10 @@ class Generation:
             raise self._overruled(superseded=isinstance(error, SupersededError)) from error
         took = round(time.monotonic() - began, 4)
         spent = self.records.ledger.totals()
-        if saved:
+        if not saved:
+            self.progress.name_checkpoint(None)
+            self.records.event("save failed", step=self.progress.step, error=saver.last_error)
+        else:
             self.records.event(
                 "checkpoint",
                 step=self.progress.step,
@@ -256,8 +259,6 @@ class Generation:
                 seconds=took,
                 spent=spent,
             )
-        else:
-            self.records.event("save failed", step=self.progress.step, error=saver.last_error)
         self.records.flush()
         return saved
 
@@ -269,7 +270,7 @@ class Generation:
             "position": at.position,
             "samples": at.samples,
             "metrics": {k: v for k, v in at.metrics.items() if abs(v) < float("inf")},
-            "best": None if at.best is None else at.best.checkpoint,
+            "best": next(iter(at.protected(1)), None),
             "stopped": at.stopped,
             "world_size": self.world.world_size,
         }

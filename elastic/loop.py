@@ -168,10 +168,10 @@ class Training:
             raise StartError(
                 f"eval.monitor: found {options.monitor}, expected one of {', '.join(metrics)}"
             )
-        better = run.progress.judge(
+        run.progress.judge(
             metrics, monitor=options.monitor, mode=options.mode, keep_best=options.keep_best
         )
-        if better and options.keep_best:
+        if options.keep_best and run.progress.best_unsaved:
             run.save_soon()
         if options.patience is not None and run.progress.bad_evaluations >= options.patience:
             run.progress.stopped = (

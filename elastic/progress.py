@@ -85,21 +85,30 @@ class Progress:
         )
         self.bad_evaluations = 0 if better else self.bad_evaluations + 1
         if not math.isnan(value):
-            # Beyond the best itself only those that a checkpoint holds are worth a place.
             self.bests.append(Best(metric=monitor, value=value, step=self.step))
             self.bests.sort(key=lambda best: (sign * best.value, best.step))
-            del self.bests[max(1, keep_best) :]
+            # What a checkpoint holds stays until enough better ones are held by one, too.
+            stay = [*self.bests[: max(1, keep_best)], *self._held()[:keep_best]]
+            self.bests = [best for best in self.bests if best in stay]
         return better
 
-    def name_checkpoint(self, name: str) -> None:
-        """The checkpoint being made at this step holds the weights of this step's evaluation."""
+    def _held(self) -> list[Best]:
+        return [best for best in self.bests if best.checkpoint is not None]
+
+    @property
+    def best_unsaved(self) -> bool:
+        """Whether one of the best evaluations is of this very step and in no checkpoint."""
+        return any(best.step == self.step and best.checkpoint is None for best in self.bests)
+
+    def name_checkpoint(self, name: str | None) -> None:
+        """The checkpoint made at this step, if one was, holds the weights of this step's evaluation."""
         for best in self.bests:
             if best.step == self.step:
                 best.checkpoint = name
 
     def protected(self, keep_best: int) -> list[str]:
         """Names of the checkpoints that hold the best evaluations."""
-        return [b.checkpoint for b in self.bests[:keep_best] if b.checkpoint is not None]
+        return [str(best.checkpoint) for best in self._held()[:keep_best]]
 
     def to_tree(self) -> dict[str, Any]:
         """As a tree of JSON values."""

@@ -148,10 +148,15 @@ class Records:
         """Whether the audit has to be sent to the store before a checkpoint commits."""
         return self._audit is not None and not self._store.can_append
 
-    def flush_audit(self) -> None:
-        """Send this rank's audit lines to the store."""
+    def flush_audit(self) -> bool:
+        """Send this rank's audit lines to the store; False where it did not take them."""
         if self._audit is not None:
-            self._audit.flush(durable=True)
+            try:
+                self._audit.flush(durable=True)
+            except StoreError as error:
+                logger.warning("the audit was not written: %s", error)
+                return False
+        return True
 
     def spend(self, use: str) -> AbstractContextManager[None]:
         """Book the time inside to `use`: checkpoint or eval."""

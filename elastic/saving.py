@@ -9,14 +9,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from checkpoints.buffers import Snapshot
 from checkpoints.errors import CheckpointError, StoreError
 from checkpoints.layout import CheckpointName
 from checkpoints.manager import CheckpointManager
 from checkpoints.options import CheckpointOptions, Interval
 from elastic.errors import AttentionError
+
+if TYPE_CHECKING:
+    from checkpoints.buffers import Snapshot
 
 __all__ = ["Clocked", "Saver", "is_due"]
 
@@ -121,20 +123,23 @@ class Saver:
             self._manager.commit(held, protect=keep)
         except StoreError as error:
             self._held = held
-            self._note_failure(step, error)
+            self.put_off(step, error)
             return False
         self.last, self._unsaved_since, self.last_error = name, None, None
         return True
 
-    def _note_failure(self, step: int, error: CheckpointError) -> None:
+    def put_off(self, step: int, error: CheckpointError) -> None:
+        """Tell that the checkpoint of `step` was not made; it is wanted again soon.
+
+        Raises:
+            AttentionError: Nothing could be saved for `checkpoint.max_unsaved`.
+        """
         now = self._clock()
         if self._unsaved_since is None:
             self._unsaved_since = now
         self._retry_at = now + _RETRY_S
         self.last_error = str(error)
-        saved = (
-            f"the last one is {self.last}" if self.last else f"none yet, begun from {self._parent}"
-        )
+        saved = f"the last one is {self.newest}" if self.newest else "there is none yet"
         logger.error(
             "the checkpoint of step %d was not saved (%s); training goes on, %s, next try in %.0f s",
             step,
