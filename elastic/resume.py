@@ -17,6 +17,7 @@ from torch import nn
 from checkpoints.errors import (
     CheckpointError,
     DamagedError,
+    NoCheckpointError,
     ObjectMissingError,
     PartedError,
     StoreError,
@@ -188,7 +189,7 @@ def find_state(world: World, manager: CheckpointManager) -> Found:
             tree = manager.restore(chosen)
         except DamagedError as error:
             problem = str(error)
-        except (StoreError, ObjectMissingError) as error:
+        except (StoreError, ObjectMissingError, NoCheckpointError) as error:
             problem, passing = str(error), isinstance(error, StoreError)
         said = [_told(one) for one in world.gather({"problem": problem, "passing": passing})]
         wrong = [(rank, one) for rank, one in enumerate(said) if one["problem"]]
