@@ -16,7 +16,7 @@ from elastic.errors import ExitCode, StartError
 from elastic.faults import say_once
 from elastic.ranks import read_place
 
-__all__ = ["main"]
+__all__ = ["end_early", "main", "set_up_logging"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         place = read_place(environ)
         settings = read_settings(arguments, root=_ROOT)
     except StartError as error:
-        return _end_early(error, environ)
+        return end_early(error, environ)
     set_up_logging(primary=place.rank == 0)
     from elastic.worker import work
 
@@ -57,7 +57,7 @@ def set_up_logging(*, primary: bool) -> None:
         own.setLevel(logging.INFO if primary else logging.ERROR)
 
 
-def _end_early(error: StartError, environ: Mapping[str, str]) -> int:
+def end_early(error: StartError, environ: Mapping[str, str]) -> int:
     """Say the error once on this node, and end the agent: no restart would help."""
     try:
         place = read_place(environ)

@@ -23,7 +23,7 @@ from checkpoints.options import CheckpointOptions, Interval
 from elastic.agreement import Agreed
 from elastic.core import Run
 from elastic.ending import end_worker
-from elastic.entry import set_up_logging
+from elastic.entry import end_early, set_up_logging
 from elastic.errors import ElasticError, StartError
 from elastic.faults import leave
 from elastic.identity import compare_ranks, fingerprint_dataset
@@ -63,13 +63,18 @@ def start(
     """
     place_rank = int(os.environ.get("RANK", "0") or 0)
     set_up_logging(primary=place_rank == 0)
-    session = open_session(os.environ, signals)
+    session: Session | None = None
     run: OwnRun | None = None
 
     def end(_kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        leave(end_worker(error.with_traceback(trace), session, run))
+        if session is None and isinstance(error, StartError):
+            leave(end_early(error, os.environ))
+        if session is not None:
+            leave(end_worker(error.with_traceback(trace), session, run))
+        sys.__excepthook__(_kind, error, trace)
 
     sys.excepthook = end
+    session = open_session(os.environ, signals)
     try:
         options = CheckpointOptions(url=url, every=Interval.parse(every), **checkpoint)
     except (OptionError, TypeError) as error:
@@ -181,8 +186,15 @@ class OwnRun(Run):
         self.count(part.size, loss=mean, values=values)
         self.settle(agreed)
 
+    @property
+    def steps(self) -> int:
+        """Steps of the run that are done."""
+        return self.progress.step
+
     def finish(self) -> None:
         """The run is over: as Run.finish, then give everything back. Collective."""
+        if self._finished:
+            return
         super().finish()
         self.close()
         self._session.slot.end(None)
