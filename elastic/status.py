@@ -44,7 +44,13 @@ def status(url: str, options: Mapping[str, object], *, as_json: bool) -> ExitCod
     elif as_json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
-        sys.stdout.write("\n".join(_lines(store.display_url, found)) + "\n")
+        try:
+            lines = _lines(store.display_url, found)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{store.display_url}/{SUMMARY}: not a run's summary ({type(error).__name__}: {error})"
+            ) from error
+        sys.stdout.write("\n".join(lines) + "\n")
     return code_of(found)
 
 
