@@ -149,6 +149,7 @@ class Run(Generation):
             PreemptedError: This rank was told to leave and the state is saved.
             ElasticError: Others were told to leave, or the state could not be saved.
         """
+        self.left = True
         saved = bool(self.world.broadcast(self.save()))
         signals = self._session.signals
         if self.is_primary:

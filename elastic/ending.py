@@ -66,8 +66,8 @@ def _tell(error: BaseException, session: Session, run: "Run | None") -> ExitCode
     if is_collective(error):
         return _tell_lost_peer(error, session, run)
     if isinstance(error, ElasticError | StoreError | CheckpointError):
-        fault = session.slot.fault(error, "vanished")
-        session.slot.end(fault)
+        left = run is not None and run.left
+        session.slot.end(session.slot.fault(error, "preempted" if left else "exception"))
         say_once(session.folder, f"error: {error}", fresh=True)
         return ExitCode.RETRY
     return _tell_exception(error, session, run)

@@ -86,6 +86,8 @@ class Generation:
         self._save_deferred = False
         self._stop_asked: str | None = None
         self._finished = False
+        self.left = False
+        """Whether somebody was told to leave, so that this generation ended by agreement."""
 
     @property
     def is_primary(self) -> bool:
