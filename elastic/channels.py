@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 Address = tuple[str, int]
 
 _PROBE_S: Final = 0.7
-_CLIENT_S: Final = 4.0
+_CLIENT_S: Final = 8.0
 _STORE_TIMEOUT: Final = timedelta(seconds=300)
 _TAKEN_FOR_S: Final = 5.0
 """How long a taken port is waited for: a worker of the last start may still be leaving."""

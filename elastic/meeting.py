@@ -15,6 +15,7 @@ thread never waits inside native code, so a signal is handled at once. A world o
 
 import json
 import logging
+import os
 import re
 import secrets
 import time
@@ -107,6 +108,9 @@ def meet(
     me = secrets.token_hex(8)
     if place.world_size == 1:
         return Meeting(session=f"{me}.1", hellos=[dict(hello)], kv=HashStore())
+    # torch asks the name server for the name of every address that it connects to (measured: also for 127.0.0.1, and
+    # 16 ranks at once made it drop some): a lost question is then asked again after 1 s, not 5.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
     channels = _channels(place, channel, init_method)
     kind = _Host if place.rank == 0 else _Guest
     party = kind(place, dict(hello), channels, me, time.monotonic() + timeout_s, timeout_s)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from checkpoints.store import open_store
-from elastic.channels import GivenStore, Record, host_store
+from elastic.channels import GivenStore, Record, connect, host_store
 from elastic.errors import MeetingError, StartError
 from elastic.meeting import Meeting, meet
 from elastic.ranks import Place
@@ -167,8 +167,6 @@ def test_rank_that_dies_after_it_was_welcomed_makes_rank_0_begin_anew(ranks: Ran
     first = ranks(make_place(1, 3, agent.port))
     given = GivenStore(("127.0.0.1", agent.port), "g", serve=False, may_give_way=False, hint="")
     record = wait_for(given.read)
-    from elastic.channels import connect
-
     kv, _ = connect(("127.0.0.1", record.port))
     assert kv is not None
     kv.set("hello/2", '{"nonce": "gone", "hello": {"who": "gone"}}')
