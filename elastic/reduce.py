@@ -110,7 +110,8 @@ class _WithControl(nn.Module):
         self.control = control
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-        return self.body(*args, **kwargs), self.control
+        # A view, since DDP looks for the parameters that a step uses in the graph behind what is returned.
+        return self.body(*args, **kwargs), self.control.view_as(self.control)
 
 
 class _SummingDDP(DistributedDataParallel):
