@@ -8,13 +8,13 @@ boundary; a generation commits a step at most once. How a step is computed is no
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from checkpoints.errors import PartedError, SupersededError
 from elastic.agreement import Agreed, Request
 from elastic.errors import ElasticError, PreemptedError
 from elastic.generation import Generation
-from elastic.records import status_of
+from elastic.metrics import Status
 from elastic.saving import is_due, is_due_at_epoch_end
 from elastic.weights import model_tensors, weights_sha256
 
@@ -225,11 +225,16 @@ class Run(Generation):
             shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             self.records.console.say(f"epoch {at.epoch + 1}  step {at.step}  evaluation: {shown}")
 
-    def _status(self) -> Any:
-        return status_of(
-            self.progress,
+    def _status(self) -> Status:
+        at = self.progress
+        saved = None if self._saver is None else self._saver.newest
+        return Status(
+            epoch=at.epoch,
             epochs=self.epochs_planned,
+            step=at.step,
             loss=self._loss,
+            samples=at.samples,
             world_size=self.world.world_size,
-            saved=None if self._saver is None else self._saver.last,
+            saved_step=None if saved is None else saved.step,
+            goodput=self.records.goodput(at),
         )

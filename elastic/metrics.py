@@ -69,6 +69,8 @@ class Status:
     samples: int
     world_size: int
     saved_step: int | None
+    goodput: float | None = None
+    """Time in steps of the lineage over the wall time since the run's first start."""
 
 
 class Console:
@@ -119,7 +121,8 @@ def _render(status: Status, rate: float) -> str:
     saved = (
         f"  saved at {status.saved_step}" if status.saved_step is not None else "  not saved yet"
     )
+    goodput = f"  goodput {status.goodput:.2f}" if status.goodput is not None else ""
     return (
         f"epoch {status.epoch + 1}{epochs}  step {status.step}{loss}  {rate:,.0f} samples/s"
-        f"  W={status.world_size}{saved}"
+        f"  W={status.world_size}{saved}{goodput}"
     )

@@ -16,7 +16,7 @@ from checkpoints.journal import Journal
 from checkpoints.layout import CheckpointName, Claim
 from checkpoints.store import Store
 from elastic import summary
-from elastic.metrics import Console, Ledger, Status
+from elastic.metrics import Console, Ledger
 from elastic.monitor import Fault
 from elastic.progress import Progress
 
@@ -186,10 +186,8 @@ class Records:
         if not self._rows:
             return
         now = summary.now_s()
-        spent = self.ledger.totals()
-        row = summary.finish_row(self._rows[-1], step=progress.step, now=now, spent=spent)
         content = summary.build(
-            [*self._rows[:-1], row],
+            [*self._rows[:-1], self._row(progress, now)],
             progress,
             status=status,
             run_id=self._run_id,
@@ -201,6 +199,18 @@ class Records:
             summary.write(self._store, content)
         except StoreError as error:
             logger.warning("summary.json was not written: %s", error)
+
+    def goodput(self, progress: Progress) -> float | None:
+        """Of the whole run so far; None before it has begun. Primary only."""
+        if not self._rows:
+            return None
+        now = summary.now_s()
+        return summary.goodput([*self._rows[:-1], self._row(progress, now)], progress.step, now)
+
+    def _row(self, progress: Progress, now: float) -> summary.Row:
+        """This generation's row as it stands."""
+        spent = self.ledger.totals()
+        return summary.finish_row(self._rows[-1], step=progress.step, now=now, spent=spent)
 
     def own_fault(self, fault: Fault, *, failed: bool) -> None:
         """Write a fault of this generation itself: to this rank's journal and the summary. Any rank."""
@@ -231,23 +241,3 @@ def add_fault(store: Store, generation: int, fault: Fault, *, failed: bool) -> N
     faults = [*present.get("faults", []), fault.to_json()][-_KEPT_FAULTS:]
     status = "failed" if failed else present["status"]
     summary.write(store, {**present, "status": status, "faults": faults})
-
-
-def status_of(
-    progress: Progress,
-    *,
-    epochs: int | None,
-    loss: float,
-    world_size: int,
-    saved: CheckpointName | None,
-) -> Status:
-    """What the progress line shows."""
-    return Status(
-        epoch=progress.epoch,
-        epochs=epochs,
-        step=progress.step,
-        loss=loss,
-        samples=progress.samples,
-        world_size=world_size,
-        saved_step=None if saved is None else saved.step,
-    )

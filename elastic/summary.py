@@ -188,7 +188,6 @@ def build(
     """The content of summary.json; `rows` ends with the generation that writes it."""
     done = sum(row.end_step - row.start_step for row in rows)
     seconds = _seconds(rows, _kept(rows, progress.step), now)
-    wall = sum(seconds.values())
     best = progress.best
     return {
         "status": status,
@@ -213,10 +212,17 @@ def build(
         "stopped": progress.stopped,
         "bits_until": bits_until,
         "weights_sha256": weights_sha256,
-        "goodput": round(seconds["steps"] / wall, 4) if wall > 0 else 0.0,
+        "goodput": goodput(rows, progress.step, now),
         "seconds": {use: round(spent, 3) for use, spent in seconds.items()},
         "faults": [dict(fault) for fault in faults],
     }
+
+
+def goodput(rows: Sequence[Row], step: int, now: float) -> float:
+    """The share of the wall time since the first start that went into steps of the lineage."""
+    seconds = _seconds(rows, _kept(rows, step), now)
+    wall = sum(seconds.values())
+    return round(seconds["steps"] / wall, 4) if wall > 0 else 0.0
 
 
 def _number(value: float) -> float | None:
