@@ -51,8 +51,7 @@ Hello = dict[str, Any]
 _Found = tuple[Record, KeyStore]
 """An address, and its store, reached."""
 
-DEFAULT_TIMEOUT_S: Final = 90.0
-"""At least the slowest import of torch: a rank that comes later costs one more restart."""
+DEFAULT_TIMEOUT_S: Final = 90.0  # who comes later costs one more restart
 _POLL_S: Final = 0.03
 _GLANCE_S: Final = 0.5
 """How often a rank that is shaking hands looks for a newer address."""
@@ -62,6 +61,10 @@ _REFUSED_AGAIN_S: Final = 1.0
 _SILENT_AGAIN_S: Final = 10.0
 """When an address that was left for another one may be tried again."""
 _GRACE_S: Final = 5.0
+_PORT_HINTS: Final = {
+    "torchrun": "start torchrun again, or give it another --master_port",
+    "hand": "whoever starts the ranks sets another MASTER_PORT, the same for all",
+}
 _ID: Final = "id"
 _WELCOME: Final = "welcome"
 
@@ -108,8 +111,8 @@ def meet(
     me = secrets.token_hex(8)
     if place.world_size == 1:
         return Meeting(session=f"{me}.1", hellos=[dict(hello)], kv=HashStore())
-    # torch asks the name server for the name of every address that it connects to (measured: also for 127.0.0.1, and
-    # 16 ranks at once made it drop some): a lost question is then asked again after 1 s, not 5.
+    # torch asks the name server about every address that it connects to, 127.0.0.1 too (measured; 16 ranks at once lost
+    # some answers): ask again after 1 s, not 5.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
     channels = _channels(place, channel, init_method)
     kind = _Host if place.rank == 0 else _Guest
@@ -150,15 +153,9 @@ def _channels(place: Place, url: Store | None, init_method: str | None) -> list[
         place.group,
         serve=place.rank == 0 and not served,
         may_give_way=bool(by_url) and place.launcher == "torchrun",
-        hint=_port_hint(place.launcher),
+        hint=_PORT_HINTS.get(place.launcher, _PORT_HINTS["hand"]),
     )
     return [given, *by_url]
-
-
-def _port_hint(launcher: str) -> str:
-    if launcher == "torchrun":
-        return "start torchrun again, or give it another --master_port"
-    return "whoever starts the ranks sets another MASTER_PORT, the same for all"
 
 
 def _tcp_address(init_method: str) -> Address:
@@ -201,11 +198,10 @@ class _Party:
         )
 
     def looked_at(self) -> str:
-        """Tell where this rank has looked and what was wrong there."""
         return "; ".join(f"{channel}: {channel.trouble or 'reached'}" for channel in self.channels)
 
     def rest(self) -> None:
-        # Many ranks share one server: the larger the world, the slower each asks.
+        # Many ranks share one server.
         time.sleep(_POLL_S * max(1.0, self.place.world_size / 64))
 
 
@@ -273,8 +269,7 @@ class _Host(_Party):
 
     def _look_around(self, record: Record, told: set[int]) -> None:
         """Leave if another process has published as rank 0 since."""
-        if told:
-            # At the first alone: another launch on this URL, not yet told that it is not alone, is no newer self.
+        if told:  # at the first alone: another launch on this URL is no newer self
             found = self.channels[min(told)].read()
             if found is not None and found.nonce != record.nonce and found.group == record.group:
                 raise self.replaced()
