@@ -52,10 +52,14 @@ def prepare(argv: "Sequence[str]", environ: "MutableMapping[str, str]") -> None:
     options, _ = _parse(argv)
     backend = options.get("rdzv-backend", environ.get("PET_RDZV_BACKEND", "static"))
     nodes = options.get("nnodes", environ.get("PET_NNODES", "1:1"))
-    if backend != "c10d" or "standalone" in options or nodes.rpartition(":")[2] == "1":
+    if backend != "c10d" or "standalone" in options:
         return
-    # Without it a node that joins ends every agent: rank 0 never tells it the workers' store.
-    given = {UNSHARE: "1", "PET_RDZV_CONF": RENDEZVOUS}
+    if nodes.rpartition(":")[2] == "1":
+        # One node alone: a free port, where torchrun would take 29400 and meet another run there.
+        given = {} if "rdzv-endpoint" in options else {"PET_RDZV_ENDPOINT": "localhost:0"}
+    else:
+        # Without it a node that joins ends every agent: rank 0 never tells it the workers' store.
+        given = {UNSHARE: "1", "PET_RDZV_CONF": RENDEZVOUS}
     new = {name: value for name, value in given.items() if name not in environ}
     environ.update(new)
     logging.getLogger(__name__).info("set for this torchrun: %s", new)

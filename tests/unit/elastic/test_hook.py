@@ -73,6 +73,12 @@ def test_nodes_in_a_range_get_the_settings_that_let_them_join() -> None:
     assert environ == {UNSHARE: "1", "PET_RDZV_CONF": RENDEZVOUS}
 
 
+def test_one_node_alone_gets_a_free_port() -> None:
+    environ: dict[str, str] = {}
+    prepare(["torchrun", "--nproc_per_node=2", "--rdzv_backend=c10d", RUN], environ)
+    assert environ == {"PET_RDZV_ENDPOINT": "localhost:0"}
+
+
 def test_settings_of_the_user_win() -> None:
     mine = {UNSHARE: "0", "PET_RDZV_CONF": "last_call_timeout=9"}
     environ = dict(mine)
@@ -91,7 +97,7 @@ def test_settings_may_stand_in_the_environment() -> None:
     [
         [],
         ["--standalone", "--nnodes=1:4"],
-        ["--nnodes=1", "--rdzv_backend=c10d"],
+        ["--nnodes=1", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:29511"],
         ["--nnodes=2", "--node_rank=0", "--master_addr=h"],
         ["--nnodes=1:4", "--rdzv_backend=etcd-v2"],
     ],
