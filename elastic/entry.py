@@ -6,6 +6,7 @@ of the design's section 10. Imports torch only when the settings have been read.
 """
 
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     except StartError as error:
         return end_early(error, environ)
     set_up_logging(primary=place.rank == 0)
+    # A peer's death is told in one line of ours; torch's own C++ log would add its stack to it.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from elastic.worker import work
 
     return work(settings, environ)
