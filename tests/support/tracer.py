@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, StepLR
 from torch.utils.data import Dataset
 
-from jobs.job import Job, JobRun, Loss, Mean, Metric, Optimizers, Schedule
+from jobs.job import Job, JobRun, Loss, Mean, Metric, Schedule
 
 Batch = tuple[Tensor, Tensor]
 
@@ -158,8 +158,7 @@ class Cosine(Scheduled):
 
     base_lr = 0.001
 
-    def scheduler(self, optimizer: Optimizers, total_steps: int) -> Schedule:
-        assert isinstance(optimizer, Optimizer)
+    def scheduler(self, optimizer: Any, total_steps: int) -> Schedule:
         return CosineAnnealingLR(optimizer, T_max=100)
 
 
@@ -168,16 +167,14 @@ class MultiStep(Scheduled):
 
     base_lr = 100.0
 
-    def scheduler(self, optimizer: Optimizers, total_steps: int) -> Schedule:
-        assert isinstance(optimizer, Optimizer)
+    def scheduler(self, optimizer: Any, total_steps: int) -> Schedule:
         return MultiStepLR(optimizer, milestones=[4], gamma=0.1), "epoch"
 
 
 class Stairs(Scheduled):
     """C46: StepLR, a tenth every 20 steps, from 0.1."""
 
-    def scheduler(self, optimizer: Optimizers, total_steps: int) -> Schedule:
-        assert isinstance(optimizer, Optimizer)
+    def scheduler(self, optimizer: Any, total_steps: int) -> Schedule:
         return StepLR(optimizer, step_size=20, gamma=0.1)
 
 
@@ -213,13 +210,9 @@ class Scored(Counter):
     """C43: the evaluation of epoch e gives scores[e], read off the weights."""
 
     def __init__(
-        self,
-        scores: list[float] | None = None,
-        n: int = 4,
-        steps_per_epoch: int = 1,
-        delay: float = 0.0,
+        self, scores: list[float] | None = None, n: int = 4, steps_per_epoch: int = 1
     ) -> None:
-        super().__init__(n, delay)
+        super().__init__(n)
         self.scores = [5.0, 3.0, 4.0, 4.0, 4.0, 4.0] if scores is None else scores
         self.steps_per_epoch = steps_per_epoch
 
@@ -308,10 +301,9 @@ class Faulty(Counter):
         return super().loss(model, batch)
 
     def _is_due(self) -> bool:
-        if not self.marker:
-            return True
         try:
-            Path(self.marker).touch(exist_ok=False)
+            if self.marker:
+                Path(self.marker).touch(exist_ok=False)
         except FileExistsError:
             return False
         return True
@@ -386,15 +378,11 @@ class Masks(Tracer):
         return loss
 
     def _record(self, indices: list[int], mask: Tensor) -> None:
-        folder = Path(self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        line = {
-            "rank": rank_here(),
-            "indices": indices,
-            "mask": "".join("1" if kept else "0" for kept in mask.flatten().tolist()),
-        }
-        with (folder / f"masks-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        text = "".join("1" if kept else "0" for kept in mask.flatten().tolist())
+        line = json.dumps({"rank": rank_here(), "indices": indices, "mask": text})
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        with (Path(self.folder) / f"masks-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 class MaskedSum(nn.Module):
