@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -275,7 +276,7 @@ class Empty(Tracer):
 class Faulty(Counter):
     """C51: something happens to `rank` inside `step`: raise, kill, exit or hang.
 
-    With `marker` (a path) it happens once, whoever comes first; without, at each try.
+    With `marker` (a path) it happens once; without, at each try.
     """
 
     def __init__(
@@ -301,22 +302,19 @@ class Faulty(Counter):
         return super().loss(model, batch)
 
     def _is_due(self) -> bool:
-        try:
-            if self.marker:
-                Path(self.marker).touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
+        due = not (self.marker and Path(self.marker).exists())
+        if due and self.marker:
+            Path(self.marker).touch()
+        return due
 
     def _happen(self) -> None:
         if self.kind == "raise":
             raise ValueError(f"the fault of step {self.step} on rank {self.rank}")
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.kind == "exit":
-            os._exit(3)
-        while True:
+        while self.kind == "hang":
             time.sleep(3600)
+        os._exit(3)
 
 
 class BrokenModel(Tracer):
@@ -338,11 +336,10 @@ class Shaped(Tracer):
         self.extra = extra
 
     def model(self) -> nn.Module:
-        model = nn.Sequential()
-        model.add_module(self.name, nn.Linear(1, self.width))
+        layers = {self.name: nn.Linear(1, self.width)}
         if self.extra:
-            model.add_module("extra", nn.Linear(self.width, self.width))
-        return model
+            layers["extra"] = nn.Linear(self.width, self.width)
+        return nn.Sequential(OrderedDict(layers))
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         loss: Tensor = 0.001 * (model(batch[0].float()[:, None]) ** 2).mean()
