@@ -128,11 +128,18 @@ class _SummingDDP(DistributedDataParallel):
         taken: Tensor | None = self.__dict__.pop("control_out", None)
         return parameter if taken is None else taken
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own parameters under their own names: a penalty in a loss must not see ours."""
+        return self._body().named_parameters(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(cast("_WithControl", super().__getattr__("module")).body, name)
+            return getattr(self._body(), name)
+
+    def _body(self) -> nn.Module:
+        return cast("_WithControl", super().__getattr__("module")).body
 
 
 def _sum_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # noqa: ARG001  # DDP's signature, and torch's stubs lack the name

@@ -51,6 +51,7 @@ def exercise(world: World) -> dict[str, Any]:
     model: Any = reducer.model
     found["weights"] = net.first.weight.tolist()
     found["attributes"] = (model.width, float(model.penalty().detach()))
+    found["parameters"] = [name for name, _ in model.named_parameters()], len([*model.parameters()])
     mine = torch.full((1, 2), rank + 1.0)
 
     reducer.start_step()
@@ -115,6 +116,10 @@ def test_weights_are_the_primarys(worlds: list[dict[str, Any]]) -> None:
 
 def test_wrapped_model_has_the_plain_ones_attributes(worlds: list[dict[str, Any]]) -> None:
     assert worlds[0]["attributes"] == (2, 2.0)
+
+
+def test_loss_sees_the_plain_models_parameters_and_no_more(worlds: list[dict[str, Any]]) -> None:
+    assert worlds[0]["parameters"] == (["first.weight", "spare.weight"], 2)
 
 
 def test_gradients_and_control_numbers_are_summed_and_never_divided(
