@@ -94,11 +94,19 @@ def _parse(argv: "Sequence[str]") -> "tuple[dict[str, str], str]":
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Tell torchrun's own two ends in a line each: the workers have told theirs above. All else as ever."""
+    """Tell torchrun's own ends in a line each: the workers have told theirs above. All else as ever."""
     if kind.__name__ == "ChildFailedError":
         line = "; ".join(_failures(error))
     elif kind.__name__ == "SignalException":
         line = f"ended by signal {getattr(getattr(error, 'sigval', None), 'name', 'unknown')}"
+    elif kind.__name__ == "RendezvousConnectionError":
+        options, _ = _parse(sys.argv)
+        given = os.environ.get("PET_RDZV_ENDPOINT", "localhost:29400")
+        reason = (str(error.__cause__ or error).splitlines() or [""])[0]
+        line = (
+            f"no rendezvous at {options.get('rdzv-endpoint', given)}: {reason}; where the port is taken or its host is"
+            " gone, give all nodes another --rdzv_endpoint=HOST:PORT and start again: the run goes on"
+        )
     else:
         sys.__excepthook__(kind, error, trace)
         return

@@ -157,6 +157,25 @@ def test_wall_of_torchrun_is_one_line(
     assert capsys.readouterr().err == line
 
 
+class RendezvousConnectionError(Exception):
+    """Torch's own, by name."""
+
+
+def test_a_taken_port_is_one_line_that_names_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["torchrun", "--rdzv_endpoint=h1:29511", "-m", "elastic.run"])
+    prepare(sys.argv, {})
+    error = RendezvousConnectionError("no store")
+    error.__cause__ = OSError("port: 29511, address already in use\nand more")
+    sys.excepthook(type(error), error, None)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "torchrun: no rendezvous at h1:29511: port: 29511, address already in use;"
+    )
+    assert "--rdzv_endpoint" in line
+
+
 def test_any_other_error_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     prepare(["torchrun", "-m", "elastic.run"], {})
     sys.excepthook(KeyError, KeyError("x"), None)
