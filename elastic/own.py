@@ -65,8 +65,11 @@ def start(
     set_up_logging(primary=place_rank == 0)
     session: Session | None = None
     run: OwnRun | None = None
+    stderr = sys.stderr
 
     def end(_kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # The hook that torch sets with the process group lends a buffer, which nobody would print.
+        sys.stderr = stderr
         if session is None and isinstance(error, StartError):
             leave(end_early(error, os.environ))
         if session is not None:
