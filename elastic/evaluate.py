@@ -75,7 +75,9 @@ class Evaluation:
             for module, mode in was_training.items():
                 module.training = mode
 
-    def _evaluate_all(self, model: nn.Module, leaving: Callable[[], bool]) -> dict[str, float] | None:
+    def _evaluate_all(
+        self, model: nn.Module, leaving: Callable[[], bool]
+    ) -> dict[str, float] | None:
         results: dict[str, float] = {}
         for name, (loader, rounds) in self._loaders.items():
             totals = self._evaluate(model, loader, rounds, leaving)

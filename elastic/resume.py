@@ -234,7 +234,7 @@ def load_initial(model: nn.Module, url: str, options: Mapping[str, object]) -> l
     """
     try:
         found = read_weights(url, options)
-    except CheckpointError as error:
+    except (CheckpointError, StartError) as error:
         raise StartError(f"checkpoint.init_from: {error}") from error
     names = match_names(found, model_tensors(model))
     report = load_model(model, {names[name]: found[name] for name in found}, strict=False)

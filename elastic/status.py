@@ -46,7 +46,7 @@ def status(url: str, options: Mapping[str, object], *, as_json: bool) -> ExitCod
     else:
         try:
             lines = _lines(store.display_url, found)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{store.display_url}/{SUMMARY}: not a run's summary ({type(error).__name__}: {error})"
             ) from error
