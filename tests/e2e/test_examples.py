@@ -23,7 +23,7 @@ def write_example(page: Path, folder: Path) -> str:
 def test_an_example_trains(cluster: Cluster, page: str) -> None:
     name = write_example(ROOT / page, cluster.folder)
     if page == "README.md":
-        agent = cluster.start(f"{name}:Wave", "train.epochs=5", "checkpoint.url=runs/own")
+        agent = cluster.start(f"{name}:Sine", "train.epochs=5", "checkpoint.url=runs/own")
     else:
         launcher = [*torchrun_command(), "--nproc_per_node=2", "--rdzv_backend=c10d"]
         agent = cluster.spawn([*launcher, name], env={"PYTHONPATH": f"{ROOT}"})
