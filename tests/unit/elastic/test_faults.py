@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -119,7 +119,7 @@ def test_real_error_of_gloo_after_a_peers_death_is_an_echo(how: str, tmp_path: P
     assert "'told': True" in found, found
 
 
-def lose_peer() -> None:
+def lose_peer() -> NoReturn:
     raise CollectiveError("gather: a peer is gone")
 
 

@@ -1,0 +1,207 @@
+"""One's own loop: the five calls, what they refuse, and the exact mean on real ranks."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import elastic
+from elastic.own import OwnRun, _sum_weighed
+from elastic.sampler import part
+from elastic.world import World
+from tests.support import records
+from tests.support.ranked import Ended, run_alone, run_ranks
+from tests.support.tracer import Scalar
+
+
+def dataset(n: int = 12) -> TensorDataset:
+    return TensorDataset(torch.arange(n, dtype=torch.float32))
+
+
+def open_run(url: str, **options: Any) -> tuple[OwnRun, nn.Module, torch.optim.Optimizer, Any]:
+    run = elastic.start(url, **options)
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = run.loader(dataset(), global_batch_size=4)
+    run.attach(model=model, optimizer=optimizer)
+    return run, model, optimizer, loader
+
+
+def train(url: str, epochs: int, die_at: int = 0) -> None:
+    run, model, optimizer, loader = open_run(url, every="1 step")
+    for _ in run.epochs(epochs):
+        for (values,) in loader:
+            if run.steps + 1 == die_at:
+                raise ValueError("the script's own fault")
+            loss = 0.5 * (model(values) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.step(loss=loss, extra=1.5)
+    assert run.steps == 3 * epochs
+    run.finish()  # once more changes nothing
+    run.finish()
+
+
+def weight(url: Path) -> float:
+    (value,) = records.final_weights(url).values()
+    return float(value)
+
+
+def expected_weight(epochs: int) -> float:
+    w = 0.0
+    for epoch in range(epochs):
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).float()
+        for step in order.split(4):
+            w += 0.1 * (float(step.mean()) - w)
+    return w
+
+
+def test_own_loop_trains_to_its_end(tmp_path: Path) -> None:
+    ended = run_alone(train, str(tmp_path), 2)
+    assert ended.code == 0, ended.err
+    found = records.summary(tmp_path)
+    assert (found["status"], found["steps"], found["samples"]) == ("complete", 6, 24)
+    assert weight(tmp_path) == pytest.approx(expected_weight(2), rel=1e-6)
+    assert [event["extra"] for event in records.events(tmp_path, "step")] == [1.5] * 6
+
+
+def test_script_that_raises_tells_it_and_goes_on_at_the_position(tmp_path: Path) -> None:
+    ended = run_alone(train, str(tmp_path), 2, 5)
+    assert ended.code == 1
+    assert ended.err.count("Traceback") == 1
+    assert re.search(
+        r"\nworker raised ValueError: the script's own fault \(rank 0, step 4, .*test_own\.py:\d+\) on \S+\n$",
+        ended.err,
+    ), ended.err
+    assert run_alone(train, str(tmp_path), 2).code == 0
+    found = records.summary(tmp_path)
+    assert (found["steps"], found["lost_steps"]) == (6, 0)
+    assert weight(tmp_path) == pytest.approx(expected_weight(2), rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------------- refusals
+def no_step(url: str) -> None:
+    run, _, _, loader = open_run(url)
+    for _ in run.epochs(1):
+        for _batch in loader:
+            pass
+
+
+def two_steps(url: str) -> None:
+    run, _, _, loader = open_run(url)
+    for _ in run.epochs(1):
+        for _batch in loader:
+            run.step(loss=1.0)
+            run.step(loss=1.0)
+
+
+def attach_first(url: str) -> None:
+    elastic.start(url).attach(model=Scalar())
+
+
+def batch_size(url: str) -> None:
+    elastic.start(url).loader(dataset(), global_batch_size=4, shuffle=True)
+
+
+def endless(url: str) -> None:
+    elastic.start(url).loader(iter([1]), global_batch_size=4)  # type: ignore[arg-type]
+
+
+def empty(url: str) -> None:
+    elastic.start(url).loader(dataset(0), global_batch_size=4)
+
+
+def bad_interval(url: str) -> None:
+    elastic.start(url, every="now and then")
+
+
+def bad_option(url: str) -> None:
+    elastic.start(url, keeps=3)
+
+
+def bad_backend(url: str) -> None:
+    elastic.start(url, backend="ucc")
+
+
+def bad_signal(url: str) -> None:
+    elastic.start(url, signals=("SIGNAL",))
+
+
+def other_seed(url: str) -> None:
+    run, *_ = open_run(url)
+    run.close()
+    open_run(url, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [
+        (no_step, 1, "error: run.step: found 0 calls for a batch, expected one"),
+        (two_steps, 1, "error: run.step: found no batch taken from run.loader, expected one"),
+        (attach_first, 2, "error: run.attach: found no loader, expected run.loader(...) before it"),
+        (batch_size, 2, "error: loader: found shuffle, expected none: the global batch and the position decide it"),
+        (endless, 2, "error: dataset: found list_iterator, which only iterates, expected a map-style dataset, with __len__ and __getitem__(index)"),
+        (empty, 2, "error: dataset: found TensorDataset with no samples, expected at least 1"),
+        (bad_interval, 2, "error: elastic.start: found 'now and then', expected 500 steps, 10 min, 1 epoch or off"),
+        (bad_option, 2, "error: elastic.start: CheckpointOptions.__init__() got an unexpected keyword argument 'keeps'"),
+        (bad_backend, 2, "error: backend: found ucc (this torch does not know it), expected auto or one of: gloo"),
+        (bad_signal, 2, "error: signals: found 'SIGNAL', expected names like SIGTERM or SIGUSR1"),
+        (other_seed, 2, "error: train.seed: this run is another one, it was 0, this start has 1; restore it, take a new checkpoint.url, or say run.accept=[train.seed]"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line_with_its_code(
+    body: Callable[[str], None], code: int, line: str, tmp_path: Path
+) -> None:
+    ended: Ended = run_alone(body, str(tmp_path))
+    assert (ended.code, ended.err) == (code, line + "\n")
+
+
+def test_rank_variables_that_make_no_sense_are_one_line_and_code_2(tmp_path: Path) -> None:
+    ended = run_alone(attach_first, str(tmp_path), environ={"RANK": "3"})
+    assert ended.code == 2
+    assert ended.err.startswith("error: ")
+    assert ended.err.count("\n") == 1
+
+
+# --------------------------------------------------------------------------------------- exact mean
+def weigh(world: World) -> list[list[float]]:
+    """W after steps of 5, 2 and 1 samples, cut unevenly, with the hook alone."""
+    model = DistributedDataParallel(Scalar())
+    run: Any = SimpleNamespace(share=0.0)
+    model.register_comm_hook(run, _sum_weighed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = []
+    for size in (5, 2, 1):
+        values = torch.arange(size, dtype=torch.float32) ** 2 + 1
+        start, stop = part(0, size, world.rank, world.world_size)
+        mine = values[start:stop] if stop > start else values[:1]
+        run.share = (stop - start) / size
+        optimizer.zero_grad()
+        (0.5 * (model(mine) ** 2).mean()).backward()
+        optimizer.step()
+        weights.append(model.module.w.tolist())
+    return weights
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_mean_of_uneven_and_empty_parts_is_exact(size: int) -> None:
+    w, expected = 0.0, []
+    for n in (5, 2, 1):
+        w += 0.1 * (sum(i**2 + 1 for i in range(n)) / n - w)
+        expected.append(w)
+    for found in run_ranks(size, weigh):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_module_is_not_imported_by_the_front() -> None:
+    assert elastic.start is sys.modules["elastic.own"].start
