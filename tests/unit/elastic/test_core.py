@@ -2,8 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -22,6 +22,9 @@ from jobs.job import JobRun
 from tests.support import records
 from tests.support.ranked import Ended, run_alone
 from tests.support.tracer import Counter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HERE = f"{Path(__file__)}:"
 SIGNALS = "signals=[SIGTERM, SIGUSR1]"
