@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -88,7 +89,9 @@ print({sent}, "signals")
 # ------------------------------------------------------------------------------------------- echoes
 def lose_a_peer(world: World, how: str) -> dict[str, Any]:
     """On rank 0: what a collective raises when rank 1 has gone."""
+    world.barrier()
     if world.rank == 1:
+        time.sleep(0.2)  # rank 0 is past the barrier, too
         os._exit(0)
     try:
         if how == "plain":
