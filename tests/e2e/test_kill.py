@@ -48,7 +48,7 @@ def test_three_kills_then_the_world_goes_from_2_to_1_to_3_to_2(
 ) -> None:
     settings = ("args.n=83", f"train.epochs={EPOCHS}", "train.global_batch_size=4")
     kill = ("args.kill=9@0 12@1 16@0", f"args.marks={tmp_path}/marks")
-    overrides = (*settings, *kill, "checkpoint.every=1 step", SLOW)
+    overrides = (*settings, *kill, "checkpoint.every=1 step", "train.step_delay=0.3")
 
     def agent() -> Agent:
         return cluster.start(killed(), *overrides, nproc=1, nnodes="1:4", max_restarts=20)
@@ -101,12 +101,11 @@ def test_each_kill_costs_one_restart(cluster: Cluster, world: int) -> None:
 def test_of_two_launches_on_one_url_the_older_ends_and_nothing_is_lost(cluster: Cluster) -> None:
     overrides = (
         "args.n=40",
-        "train.epochs=2",
+        "train.epochs=6",
         "train.global_batch_size=4",
         "checkpoint.every=1 step",
-        SLOW,
     )
-    older = cluster.start(tracer(), *overrides, max_restarts=5, launcher=["--rdzv_id=older"])
+    older = cluster.start(tracer(), *overrides, SLOW, max_restarts=5, launcher=["--rdzv_id=older"])
     cluster.until_committed(3)
     other = f"--rdzv_endpoint=localhost:{cluster.port + 1}"
     newer = cluster.start(tracer(), *overrides, max_restarts=5, launcher=["--rdzv_id=newer", other])
@@ -116,7 +115,7 @@ def test_of_two_launches_on_one_url_the_older_ends_and_nothing_is_lost(cluster: 
     summary = records.summary(cluster.url)
     assert summary["status"] == "complete"
     assert summary["generations"][-1]["generation"] == summary["generation"] == 2
-    assert_each_sample_once(cluster.url, 40, 2)
+    assert_each_sample_once(cluster.url, 40, 6)
 
 
 def test_an_old_primary_that_wakes_up_is_fenced(cluster: Cluster) -> None:
