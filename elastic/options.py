@@ -78,7 +78,7 @@ class TrainOptions:
     find_unused_parameters: bool = False
     """Let DDP look for parameters that a forward did not use."""
     threads: int | None = None
-    """Threads of one worker's CPU arithmetic; by default the cores of the node shared among its workers."""
+    """Threads of one worker's CPU arithmetic; by default what OMP_NUM_THREADS says, else the cores shared."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """What to do where a loss or a gradient is not finite, agreed by all ranks."""
     ema: float | None = None
