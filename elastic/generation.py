@@ -18,7 +18,7 @@ from checkpoints.generations import check_fence
 from checkpoints.layout import Claim
 from checkpoints.manager import CheckpointManager
 from elastic import resume, summary
-from elastic.errors import ElasticError, OverruledError
+from elastic.errors import AttentionError, ElasticError, OverruledError
 from elastic.fence import FenceWatch
 from elastic.monitor import Fault
 from elastic.opening import (
@@ -165,6 +165,7 @@ class Generation:
         for damaged in found.damaged:
             self.records.event("damaged", what=damaged)
         if found.tree is None:
+            self._refuse_ruins(found)
             source = self._begin(initialize)
         else:
             source = "store"
@@ -179,6 +180,14 @@ class Generation:
         self.world.barrier()
         self._session.signals.arm()
         self.records.ledger.start()
+
+    def _refuse_ruins(self, found: resume.Found) -> None:
+        """A run that has checkpoints, of which none verifies, is not begun anew in silence."""
+        if found.damaged:
+            raise AttentionError(
+                f"checkpoints: none of {len(found.damaged)} verifies ({found.damaged[0]}), expected one to go on from; "
+                f"look at them with python -m checkpoints verify {self.store.display_url}, or take a new checkpoint.url"
+            )
 
     def _begin(self, initialize: Callable[[], None]) -> str:
         """Set first weights: the job's own or a file's; the primary's reach everybody."""

@@ -8,7 +8,7 @@ What a step does with them is `elastic.step`'s business.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
 
 import torch
@@ -28,8 +28,8 @@ CONTROL_SLOTS: Final = 16
 class Reducer:
     """Wraps the model so that one backward leaves the summed gradient and control numbers.
 
-    `model` is what a job's loss calls; it has the attributes of the plain model too. In a world of
-    one it is the plain model itself.
+    `model` is what a job's loss is given: the plain model, or its compiled form. The loss has to be run by
+    `forward`, which is DDP's.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Reducer:
         """
         self._plain = plain
         self._control = nn.Parameter(torch.zeros(CONTROL_SLOTS, device=world.device))
-        self._ddp: _SummingDDP | None = None
+        self._ddp: DistributedDataParallel | None = None
+        self._seen: Tensor | None = None
         self._alone: list[float] | None = None
-        body = plain if compiled is None else compiled
+        self.model: nn.Module = plain if compiled is None else compiled
         if world.world_size == 1:
-            self.model: nn.Module = body
             return
-        self._ddp = _SummingDDP(
-            _WithControl(body, self._control),
+        self._ddp = DistributedDataParallel(
+            _LossWithControl(self.model, self._control),
             device_ids=[world.device] if world.device.type == "cuda" else None,
             process_group=None,
             find_unused_parameters=find_unused,
@@ -56,7 +56,13 @@ class Reducer:
             gradient_as_bucket_view=True,
         )
         self._ddp.register_comm_hook(None, _sum_bucket)
-        self.model = self._ddp
+
+    def forward(self, call: Callable[[nn.Module], Any]) -> Any:
+        """Return `call(model)`, run inside DDP's forward where there are other ranks."""
+        if self._ddp is None:
+            return call(self.model)
+        value, self._seen = self._ddp(call)
+        return value
 
     @contextlib.contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
@@ -80,7 +86,12 @@ class Reducer:
         else:
             # The gradient of this term with respect to the control parameter is `control` itself,
             # whatever the loss is: a loss that is not finite does not spoil the other numbers.
-            (loss + (self._ddp.take_control(self._control) * control).sum()).backward()
+            seen, self._seen = self._seen, None
+            if seen is None:
+                raise ValueError(
+                    "backward: found no forward before it, expected the loss from `forward`"
+                )
+            (loss + (seen * control).sum()).backward()
 
     def summed(self) -> list[float]:
         """The control numbers of the step, summed over the ranks; waits for the device."""
@@ -101,45 +112,20 @@ class Reducer:
         self._alone = None
 
 
-class _WithControl(nn.Module):
-    """The model and the control parameter side by side, for DDP to see both."""
+class _LossWithControl(nn.Module):
+    """The model and the control parameter side by side; what runs inside DDP is the loss, not the model alone.
+
+    So a loss may use the model as it likes: call it twice, a method or a part of it, or its parameters.
+    """
 
     def __init__(self, body: nn.Module, control: nn.Parameter) -> None:
         super().__init__()
         self.body = body
         self.control = control
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+    def forward(self, call: Callable[[nn.Module], Any]) -> tuple[Any, Tensor]:
         # A view, since DDP looks for the parameters that a step uses in the graph behind what is returned.
-        return self.body(*args, **kwargs), self.control.view_as(self.control)
-
-
-class _SummingDDP(DistributedDataParallel):
-    """DDP that returns what the model returns and answers for the model's own attributes."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output, control = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
-        # Not by attribute: a module would take a parameter for one of its own.
-        self.__dict__["control_out"] = control
-        return output
-
-    def take_control(self, parameter: nn.Parameter) -> Tensor:
-        """Return the control parameter as the last forward returned it, or itself where none ran."""
-        taken: Tensor | None = self.__dict__.pop("control_out", None)
-        return parameter if taken is None else taken
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's own parameters under their own names: a penalty in a loss must not see ours."""
-        return self._body().named_parameters(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._body(), name)
-
-    def _body(self) -> nn.Module:
-        return cast("_WithControl", super().__getattr__("module")).body
+        return call(self.body), self.control.view_as(self.control)
 
 
 def _sum_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # noqa: ARG001  # DDP's signature, and torch's stubs lack the name

@@ -7,6 +7,7 @@ is the loop's business; how gradients are summed is the reducer's.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,7 +126,9 @@ class Stepper:
             seed_all(mix(self._options.seed, step, micro.shard, micro.number), device)
             with self._reducer.accumulate(last=last):
                 with self._autocast:
-                    value = read_loss(self._job.loss(self._reducer.model, data))
+                    value = read_loss(
+                        self._reducer.forward(functools.partial(_loss, self._job, data))
+                    )
                 weighted = isinstance(value, Mean)
                 term, added, items = _contribution(value, micro, batch.size)
                 total, count = total + added, count + items
@@ -191,6 +194,10 @@ class Stepper:
                 f"step {step}: found loss {loss} and gradient norm {norm}, expected finite numbers; "
                 f"first seen on {_name_ranks(ranks)}, samples [{shown}]; mend the data or set train.on_nonfinite=skip"
             )
+
+
+def _loss(job: Job, data: Any, model: nn.Module) -> Any:
+    return job.loss(model, data)
 
 
 def _contribution(

@@ -40,6 +40,19 @@ def numbers(*values: float) -> Tensor:
     return torch.tensor([*values, *[0.0] * (CONTROL_SLOTS - len(values))])
 
 
+class Through:
+    """The model as a loss calls it, each call by the reducer's forward."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.reducer.forward(lambda model: model(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reducer.model, name)
+
+
 def exercise(world: World) -> dict[str, Any]:
     """Everything that is asked of a reducer, on one rank; figures by name."""
     rank = world.rank
@@ -48,7 +61,7 @@ def exercise(world: World) -> dict[str, Any]:
     if rank:
         nn.init.zeros_(net.first.weight)  # the primary's weights are everybody's
     reducer = Reducer(net, world, compiled=None, find_unused=False)
-    model: Any = reducer.model
+    model = Through(reducer)
     found["weights"] = net.first.weight.tolist()
     found["attributes"] = (model.width, float(model.penalty().detach()))
     found["parameters"] = [name for name, _ in model.named_parameters()], len([*model.parameters()])
@@ -77,6 +90,15 @@ def exercise(world: World) -> dict[str, Any]:
     first = model(mine).sum()
     reducer.backward(first + model(mine).sum(), numbers(3.0))
     found["two forwards"] = (gradient(net), reducer.summed()[0])
+
+    def in_parts(model: Any) -> Any:
+        return model.first(mine).sum() + model.spare(mine).sum() + model.penalty()
+
+    net.zero_grad(set_to_none=True)
+    reducer.start_step()
+    parts = reducer.forward(in_parts)
+    reducer.backward(parts, numbers(4.0))
+    found["parts"] = (gradient(net), reducer.summed()[0])
     found["unused"] = exercise_unused(world)
     found["codes"], found["own statistics"] = send_buffers(world)
     return found
@@ -85,7 +107,7 @@ def exercise(world: World) -> dict[str, Any]:
 def exercise_unused(world: World) -> Any:
     net = Net()
     reducer = Reducer(net, world, compiled=None, find_unused=True)
-    model: Any = reducer.model
+    model = Through(reducer)
     results = []
     for spare in (False, True):
         net.zero_grad(set_to_none=True)
@@ -133,6 +155,14 @@ def test_gradients_and_control_numbers_are_summed_and_never_divided(
     assert control[1:] == [0.0, total - size, size, 0.0]
     if size == 1:
         assert control[0] == 2**24 - 1
+
+
+def test_loss_may_use_parts_and_methods_of_the_model(worlds: list[dict[str, Any]]) -> None:
+    size = len(worlds)
+    total = (
+        sum(range(1, size + 1)) + size
+    )  # of the layer's input, and 1 of the penalty from each rank
+    assert worlds[0]["parts"] == ([[total, total]], 4.0 * size)
 
 
 def test_micro_batches_add_up_and_are_sent_once(worlds: list[dict[str, Any]]) -> None:
@@ -217,7 +247,7 @@ def send_buffers(world: World) -> Any:
         buffer = next(iter(module.buffers()))
         buffer.fill_(world.rank + 1.0)
         reducer.start_step()
-        loss = reducer.model(torch.tensor([[1.0], [2.0]]) * (world.rank + 1)).sum()
+        loss = reducer.forward(lambda m: m(torch.tensor([[1.0], [2.0]]) * (world.rank + 1))).sum()
         reducer.backward(loss, numbers(1.0))
         found.append(buffer.tolist())
     return found
