@@ -48,7 +48,7 @@ def test_three_kills_then_the_world_goes_from_2_to_1_to_3_to_2(
 ) -> None:
     settings = ("args.n=83", f"train.epochs={EPOCHS}", "train.global_batch_size=4")
     kill = ("args.kill=9@0 12@1 16@0", f"args.marks={tmp_path}/marks")
-    overrides = (*settings, *kill, "checkpoint.every=1 step", "train.step_delay=0.3")
+    overrides = (*settings, *kill, "checkpoint.every=1 step", "train.step_delay=0.5")
 
     def agent() -> Agent:
         return cluster.start(killed(), *overrides, nproc=1, nnodes="1:4", max_restarts=20)

@@ -106,7 +106,7 @@ class Agent:
         """Send a signal to the agent alone."""
         processes.send([self.pid], number)
 
-    def wait(self, timeout_s: float = 60) -> int:
+    def wait(self, timeout_s: float = 120) -> int:
         """Wait for the end of the agent and return its exit code."""
         try:
             return self.process.wait(timeout_s)
@@ -233,7 +233,7 @@ class Cluster:
         what: Callable[[], T | None],
         telling: str,
         *,
-        timeout_s: float = 60,
+        timeout_s: float = 120,
         idle: bool = False,
     ) -> T:
         """Wait until a condition gives something true, and return it.
@@ -256,7 +256,7 @@ class Cluster:
                 raise ClusterError(_report(text, self.agents, stacks=True))
             time.sleep(POLL_S)
 
-    def until_step(self, step: int, *, generation: int = 0, timeout_s: float = 60) -> int:
+    def until_step(self, step: int, *, generation: int = 0, timeout_s: float = 120) -> int:
         """Wait until a step (of a generation, or a later one) has begun on some rank; return the step."""
 
         def begun() -> int | None:
@@ -266,7 +266,7 @@ class Cluster:
 
         return self.until(begun, f"step {step} of generation {generation}", timeout_s=timeout_s)
 
-    def until_committed(self, step: int, *, timeout_s: float = 60) -> tuple[int, int]:
+    def until_committed(self, step: int, *, timeout_s: float = 120) -> tuple[int, int]:
         """Wait until a checkpoint of a step or a later one is committed; return its name."""
 
         def committed() -> tuple[int, int] | None:
@@ -275,7 +275,7 @@ class Cluster:
 
         return self.until(committed, f"a checkpoint of step {step}", timeout_s=timeout_s)
 
-    def until_started(self, generation: int, *, timeout_s: float = 60) -> int:
+    def until_started(self, generation: int, *, timeout_s: float = 120) -> int:
         """Wait until a generation (or a later one) has restored and started; return its number."""
 
         def there() -> int | None:
