@@ -21,11 +21,11 @@ from elastic.evaluate import Evaluation
 from elastic.identity import compare_ranks, fingerprint_dataset
 from elastic.loader import Loader, StepBatch, count_samples
 from elastic.options import Settings
-from elastic.reduce import Reducer
+from elastic.reduce import PlainReducer
 from elastic.sampler import Plan
 from elastic.saving import Clocked, is_due, is_due_at_epoch_end
 from elastic.seeding import kept_random_state, seed_all
-from elastic.step import Stepper, autocast
+from elastic.step import Stepper, autocast, phases_of
 from elastic.weights import model_fingerprint
 from jobs.job import Job
 
@@ -68,12 +68,11 @@ class Training:
         run.restore(lambda: job.initialize(model))
         self.model = model
         compiled = cast("nn.Module", torch.compile(model)) if train.compile else None
-        reducer = Reducer(
+        reducer = PlainReducer(
             model, run.world, compiled=compiled, find_unused=train.find_unused_parameters
         )
-        self._stepper = Stepper(
-            job, reducer, optimizer, scaler=scaler, options=train, world=run.world
-        )
+        phases = phases_of(job, optimizer)
+        self._stepper = Stepper(job, reducer, phases, scaler=scaler, options=train, world=run.world)
         self._loader = Loader(
             dataset,
             self.plan,

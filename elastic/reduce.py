@@ -1,15 +1,17 @@
-"""The reducer: sums gradients and a few control numbers of a step over all ranks, in one go.
+"""Reducers: what sums the gradients and a few numbers of a step over all ranks, in one go.
 
 Promises: gradients are *summed* over ranks, never divided by the number of them, so that a loss
 already divided by what the whole step holds gives the exact mean however unevenly its samples are
-spread. The control numbers of a step (its loss, its count, who was told to leave, what the primary
-wants) travel as the gradient of one extra parameter inside DDP's own buckets: they cost no message.
-What a step does with them is `elastic.step`'s business.
+spread. The plain reducer is DDP: the numbers of a step (its loss, its count, who was told to leave,
+what the primary wants) travel as the gradient of one extra parameter inside DDP's own buckets, so
+that they cost no message. What a step does with them is `elastic.step`'s business.
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Final, cast
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -19,17 +21,72 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic.world import World
 
-__all__ = ["CONTROL_SLOTS", "Reducer", "forward_reads_buffers"]
+__all__ = ["PlainReducer", "Reducer", "Totals", "Turn", "forward_reads_buffers"]
 
-CONTROL_SLOTS: Final = 16
+_LOSS, _COUNT_HIGH, _COUNT_LOW, _FLAGS = 0, 1, 2, 3
+# Counts travel as float32: two halves keep them exact up to 2**36 items a step.
+_COUNT_UNIT: Final = 4096
+_SLOTS: Final = 16
 """How many float32 numbers of a step are summed over the ranks beside its gradients."""
 
 
-class Reducer:
-    """Wraps the model so that one backward leaves the summed gradient and control numbers.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """Where in a rank's step a micro-batch stands."""
 
-    `model` is what a job's loss calls; it has the attributes of the plain model too. In a world of
-    one it is the plain model itself.
+    shard: int
+    opens: bool = True
+    """Whether it is the first of its shard."""
+    closes: bool = True
+    """Whether it is the last of its shard."""
+    last: bool = True
+    """Whether it is the last of this rank's step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """The numbers of a phase of a step, summed over all ranks; the same on every rank."""
+
+    loss: float
+    count: float
+    flags: tuple[float, ...]
+
+
+class Reducer(Protocol):
+    """Sums what the micro-batches of a step's phase give; collective from `begin` to `finish`.
+
+    A phase has an optimizer of its own; most jobs have one. In order: `begin`, for each micro-batch of
+    this rank a forward and `backward` inside its `turn`, `finish`. Then the summed gradients are in the
+    phase's parameters, on every rank.
+    """
+
+    @property
+    def model(self) -> nn.Module:
+        """What a job's loss calls; it has the attributes of the plain model too."""
+        ...
+
+    def begin(self, phase: int, flags: Sequence[float]) -> None:
+        """Forget the last phase's numbers; `flags` are this rank's, to be summed as well."""
+        ...
+
+    def turn(self, turn: Turn) -> AbstractContextManager[None]:
+        """Around the forward and backward of one micro-batch."""
+        ...
+
+    def backward(self, term: Tensor, *, loss: Tensor | float, count: Tensor | float) -> None:
+        """Add the gradient of `term`, and what the micro-batch adds to the loss and the count."""
+        ...
+
+    def finish(self) -> Totals:
+        """Wait until all is summed."""
+        ...
+
+
+class PlainReducer:
+    """Wraps the model with DDP, so that one backward leaves the summed gradient and numbers.
+
+    It serves one phase: DDP has to see every parameter in each backward. In a world of one `model` is
+    the plain model itself.
     """
 
     def __init__(
@@ -39,9 +96,13 @@ class Reducer:
 
         Collective: every rank calls this; DDP sends the primary's weights and buffers to all.
         """
-        self._plain = plain
-        self._control = nn.Parameter(torch.zeros(CONTROL_SLOTS, device=world.device))
+        self._control = nn.Parameter(torch.zeros(_SLOTS, device=world.device))
         self._ddp: _SummingDDP | None = None
+        self._device = world.device
+        self._turn = Turn(shard=0)
+        self._loss: Tensor | float = 0.0
+        self._count: Tensor | float = 0.0
+        self._flags: Sequence[float] = ()
         self._alone: list[float] | None = None
         body = plain if compiled is None else compiled
         if world.world_size == 1:
@@ -58,47 +119,64 @@ class Reducer:
         self._ddp.register_comm_hook(None, _sum_bucket)
         self.model = self._ddp
 
+    def begin(self, phase: int, flags: Sequence[float]) -> None:
+        """Forget the last step's numbers; gradients are the optimizer's to clear."""
+        if phase:
+            raise ValueError(f"phase: found {phase}, expected 0: DDP reduces one phase")
+        self._loss, self._count, self._flags = 0.0, 0.0, flags
+        self._control.grad = None
+        self._alone = None
+
     @contextlib.contextmanager
-    def accumulate(self, *, last: bool) -> Iterator[None]:
+    def turn(self, turn: Turn) -> Iterator[None]:
         """Around the forward and backward of one micro-batch: only the last one of a step is sent."""
-        if self._ddp is None or last:
+        self._turn = turn
+        if self._ddp is None or turn.last:
             yield
         else:
             with self._ddp.no_sync():
                 yield
 
-    def backward(self, loss: Tensor, control: Tensor | None) -> None:
-        """Add the gradient of `loss`; with the last micro-batch also this rank's control numbers.
-
-        Collective where `control` is given. `control` has CONTROL_SLOTS float32 numbers.
-        """
-        if control is None:
-            loss.backward()
+    def backward(self, term: Tensor, *, loss: Tensor | float, count: Tensor | float) -> None:
+        """Add the gradient of `term`; with the last micro-batch also this rank's numbers."""
+        self._loss, self._count = self._loss + loss, self._count + count
+        if not self._turn.last:
+            term.backward()
         elif self._ddp is None:
-            loss.backward()
-            self._alone = cast("list[float]", control.tolist())
+            term.backward()
+            self._alone = cast("list[float]", self._numbers().tolist())
         else:
-            # The gradient of this term with respect to the control parameter is `control` itself,
-            # whatever the loss is: a loss that is not finite does not spoil the other numbers.
-            (loss + (self._ddp.take_control(self._control) * control).sum()).backward()
+            # The gradient of this addend with respect to the control parameter is the numbers
+            # themselves, whatever the loss is: one that is not finite does not spoil the others.
+            taken = self._ddp.take_control(self._control)
+            (term + (taken * self._numbers()).sum()).backward()
 
-    def summed(self) -> list[float]:
-        """The control numbers of the step, summed over the ranks; waits for the device."""
-        if self._ddp is None:
-            if self._alone is None:
-                raise ValueError(
-                    "no control numbers yet: found none, expected a backward with control"
-                )
-            return self._alone
-        gradient = self._control.grad
-        if gradient is None:
-            raise ValueError("no control numbers yet: found none, expected a backward with control")
-        return cast("list[float]", gradient.tolist())
+    def _numbers(self) -> Tensor:
+        """Pack this rank's numbers on its device without waiting for it."""
+        padding = [0.0] * (_SLOTS - _FLAGS - len(self._flags))
+        packed = torch.tensor([0.0, 0.0, 0.0, *self._flags, *padding])
+        numbers = packed.to(self._device, non_blocking=True)
+        count = self._count
+        if isinstance(count, Tensor):
+            high: Tensor | float = (count / _COUNT_UNIT).floor()
+        else:
+            high = count // _COUNT_UNIT
+        numbers[_LOSS], numbers[_COUNT_HIGH] = self._loss, high
+        numbers[_COUNT_LOW] = count - high * _COUNT_UNIT
+        return numbers
 
-    def start_step(self) -> None:
-        """Forget the last step's control numbers; gradients are the optimizer's to clear."""
-        self._control.grad = None
-        self._alone = None
+    def finish(self) -> Totals:
+        """The numbers of the step, summed over the ranks; waits for the device."""
+        summed = self._alone
+        if self._ddp is not None and self._control.grad is not None:
+            summed = cast("list[float]", self._control.grad.tolist())
+        if summed is None:
+            raise ValueError("no numbers yet: found none, expected a backward of the last turn")
+        return Totals(
+            loss=summed[_LOSS],
+            count=summed[_COUNT_HIGH] * _COUNT_UNIT + summed[_COUNT_LOW],
+            flags=tuple(summed[_FLAGS : _FLAGS + len(self._flags)]),
+        )
 
 
 class _WithControl(nn.Module):

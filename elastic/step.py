@@ -8,31 +8,27 @@ is the loop's business; how gradients are summed is the reducer's.
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from elastic.agreement import REQUEST_SLOTS, Agreed, Request
+from elastic.agreement import Agreed, Request
 from elastic.errors import AttentionError, StartError
 from elastic.loader import MicroBatch, StepBatch
 from elastic.options import TrainOptions
-from elastic.reduce import CONTROL_SLOTS, Reducer
+from elastic.reduce import Reducer, Turn
 from elastic.seeding import mix, seed_all
 from elastic.world import World
-from jobs.job import Job, Mean, read_loss
+from jobs.job import Job, Loss, Mean, read_loss
 
-__all__ = ["StepResult", "Stepper", "autocast"]
+__all__ = ["Phase", "StepResult", "Stepper", "autocast", "phases_of"]
 
-_LOSS, _COUNT_HIGH, _COUNT_LOW, _REQUEST = 0, 1, 2, 3
-# Counts travel as float32: two halves keep them exact up to 2**36 items a step.
-_COUNT_UNIT: Final = 4096
 _PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_PADDING: Final = [0.0] * (CONTROL_SLOTS - _REQUEST - REQUEST_SLOTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +55,47 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
     return torch.autocast(device.type, dtype=_PRECISION[precision])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A loss of a step and the optimizer that follows it."""
+
+    name: str
+    loss: Callable[[nn.Module, Any], Loss]
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What its optimizer changes."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def phases_of(
+    job: Job, optimizers: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+) -> list[Phase]:
+    """The phases of a job's step, in order.
+
+    Raises:
+        StartError: Losses and optimizers do not belong together.
+    """
+    if job.losses() is not None or not isinstance(optimizers, torch.optim.Optimizer):
+        raise StartError(
+            f"{type(job).__name__}.losses: several phases are not yet served by this version; "
+            "give one loss() and one optimizer"
+        )
+    return [Phase(name="loss", loss=job.loss, optimizer=optimizers)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """What one phase of a step did."""
+
+    loss: float
+    count: float
+    grad_norm: float
+    skipped: bool
+    flags: tuple[float, ...]
+
+
 class Stepper:
     """Takes the steps of one job in one generation."""
 
@@ -66,23 +103,18 @@ class Stepper:
         self,
         job: Job,
         reducer: Reducer,
-        optimizer: torch.optim.Optimizer,
+        phases: Sequence[Phase],
         *,
         scaler: torch.amp.GradScaler | None,
         options: TrainOptions,
         world: World,
     ) -> None:
         """Bind the parts; `scaler` is given with fp16 alone."""
-        if job.losses() is not None:
-            raise StartError(
-                f"{type(job).__name__}.losses: several phases are not yet served by this version; "
-                "give one loss() and one optimizer"
-            )
-        self._job, self._reducer, self._optimizer = job, reducer, optimizer
+        self._job, self._reducer, self._phases = job, reducer, list(phases)
         self._scaler, self._options, self._world = scaler, options, world
         self._autocast = autocast(options.precision, world.device)
-        self._parameters = [p for g in optimizer.param_groups for p in g["params"]]
-        self._own_loss: Tensor | float = 0.0
+        self._parameters = [phase.parameters for phase in self._phases]
+        self._own_losses: list[Tensor | float] = []
         self._statistics = _statistics(reducer.model) if options.on_nonfinite == "skip" else []
         self._kept: list[Tensor] = []
 
@@ -94,68 +126,64 @@ class Stepper:
         Raises:
             AttentionError: Something is not finite and `train.on_nonfinite` is stop.
         """
-        self._optimizer.zero_grad(set_to_none=True)
-        self._reducer.start_step()
-        self._kept = [buffer.clone() for buffer in self._statistics]
-        weighted = self._accumulate(step, batch, request)
-        summed = self._reducer.summed()
-        count = summed[_COUNT_HIGH] * _COUNT_UNIT + summed[_COUNT_LOW]
-        loss = summed[_LOSS] / count if count else math.nan
-        norm, skipped = self._update(
-            step, batch, loss=loss, scale=_open_scale(batch, count, weighted)
-        )
+        flags = request.pack()
+        outcomes = [
+            self._run_phase(index, step, batch, flags) for index in range(len(self._phases))
+        ]
+        last = outcomes[-1]
         return StepResult(
-            loss=loss,
-            count=count,
-            grad_norm=norm,
-            lr=float(self._optimizer.param_groups[0]["lr"]),
-            skipped=skipped,
-            agreed=Agreed.read(summed[_REQUEST : _REQUEST + REQUEST_SLOTS]),
+            loss=last.loss,
+            count=last.count,
+            grad_norm=last.grad_norm,
+            lr=float(self._phases[-1].optimizer.param_groups[0]["lr"]),
+            skipped=last.skipped,
+            agreed=Agreed.read(last.flags),
         )
 
-    def _accumulate(self, step: int, batch: StepBatch, request: Request) -> bool:
+    def _run_phase(
+        self, index: int, step: int, batch: StepBatch, flags: Sequence[float]
+    ) -> _Outcome:
+        """One loss over the whole step, its exact mean gradient, and its optimizer's update."""
+        self._phases[index].optimizer.zero_grad(set_to_none=True)
+        self._reducer.begin(index, flags)
+        self._kept = [buffer.clone() for buffer in self._statistics]
+        weighted = self._accumulate(index, step, batch)
+        totals = self._reducer.finish()
+        loss = totals.loss / totals.count if totals.count else math.nan
+        scale = _open_scale(batch, totals.count, weighted)
+        norm, skipped = self._update(index, step, batch, loss=loss, scale=scale)
+        return _Outcome(
+            loss=loss, count=totals.count, grad_norm=norm, skipped=skipped, flags=totals.flags
+        )
+
+    def _accumulate(self, index: int, step: int, batch: StepBatch) -> bool:
         """Forward and backward of each micro-batch; True where the job's loss is an open Mean."""
-        device = self._world.device
-        total: Tensor | float = 0.0
-        count: Tensor | float = 0.0
+        device, phase = self._world.device, self._phases[index]
         weighted = False
-        for number, micro in enumerate(batch.micro_batches, start=1):
-            last = number == len(batch.micro_batches)
+        self._own_losses = []
+        for turn, micro in _turns(batch.micro_batches):
             data = self._job.to_device(micro.data, device)
-            seed_all(mix(self._options.seed, step, micro.shard, micro.number), device)
-            with self._reducer.accumulate(last=last):
+            address = (step, micro.shard, micro.number) + ((index,) if index else ())
+            seed_all(mix(self._options.seed, *address), device)
+            with self._reducer.turn(turn):
                 with self._autocast:
-                    value = read_loss(self._job.loss(self._reducer.model, data))
+                    value = read_loss(phase.loss(self._reducer.model, data))
                 weighted = isinstance(value, Mean)
                 term, added, items = _contribution(value, micro, batch.size)
-                total, count = total + added, count + items
+                self._own_losses.append(added)
                 if self._scaler is not None:
                     term = self._scaler.scale(term)
-                control = self._control(total, count, request) if last else None
-                self._reducer.backward(term, control)
-        self._own_loss = total
+                self._reducer.backward(term, loss=added, count=items)
         return weighted
 
-    def _control(self, total: Tensor | float, count: Tensor | float, request: Request) -> Tensor:
-        """Pack the control numbers on this rank's device without waiting for it."""
-        flags = torch.tensor([0.0, 0.0, 0.0, *request.pack(), *_PADDING])
-        if isinstance(count, Tensor):
-            high = (count / _COUNT_UNIT).floor()
-            low: Tensor | float = count - high * _COUNT_UNIT
-        else:
-            high = count // _COUNT_UNIT  # type: ignore[assignment]  # a number here, a tensor above
-            low = count - high * _COUNT_UNIT
-        control = flags.to(self._world.device, non_blocking=True)
-        control[_LOSS], control[_COUNT_HIGH], control[_COUNT_LOW] = total, high, low
-        return control
-
     def _update(
-        self, step: int, batch: StepBatch, *, loss: float, scale: float | None
+        self, index: int, step: int, batch: StepBatch, *, loss: float, scale: float | None
     ) -> tuple[float, bool]:
         """Unscale, check, clip and apply; returns the gradient's norm and whether it was skipped."""
+        optimizer, parameters = self._phases[index].optimizer, self._parameters[index]
         if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+            self._scaler.unscale_(optimizer)
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if scale is not None:
             torch._foreach_mul_(gradients, scale)  # one call for all tensors
         norm_tensor = get_total_norm(gradients)
@@ -165,19 +193,19 @@ class Stepper:
             self._refuse(step, batch, loss=loss, norm=norm)
             return norm, True
         if self._options.grad_clip is not None and norm > self._options.grad_clip:
-            clip_grads_with_norm_(self._parameters, self._options.grad_clip, norm_tensor)
+            clip_grads_with_norm_(parameters, self._options.grad_clip, norm_tensor)
         if self._scaler is None:
-            self._optimizer.step()
+            optimizer.step()
             return norm, False
         before = self._scaler.get_scale()
-        self._scaler.step(self._optimizer)
+        self._scaler.step(optimizer)
         self._scaler.update()
         return norm, self._scaler.get_scale() < before
 
     def _refuse(self, step: int, batch: StepBatch, *, loss: float, norm: float) -> None:
         """Leave the update out, or end the run; who it was is told by all ranks together."""
         own = [i for micro in batch.micro_batches for i in micro.indices]
-        finite = math.isfinite(float(self._own_loss))
+        finite = all(math.isfinite(float(loss)) for loss in self._own_losses)
         told = cast("list[dict[str, Any]]", self._world.gather({"indices": own, "finite": finite}))
         indices = [i for rank in told for i in rank["indices"]]
         ranks = [rank for rank, said in enumerate(told) if not said["finite"]]
@@ -191,6 +219,21 @@ class Stepper:
                 f"step {step}: found loss {loss} and gradient norm {norm}, expected finite numbers; "
                 f"first seen on {_name_ranks(ranks)}, samples [{shown}]; mend the data or set train.on_nonfinite=skip"
             )
+
+
+def _turns(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Turn, MicroBatch]]:
+    """Each micro-batch with its place in its shard and in the step."""
+    shards = [None, *(micro.shard for micro in micro_batches), None]
+    for place, micro in enumerate(micro_batches, start=1):
+        yield (
+            Turn(
+                shard=micro.shard,
+                opens=shards[place - 1] != micro.shard,
+                closes=shards[place + 1] != micro.shard,
+                last=place == len(micro_batches),
+            ),
+            micro,
+        )
 
 
 def _contribution(

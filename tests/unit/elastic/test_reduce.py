@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic.reduce import CONTROL_SLOTS, Reducer, forward_reads_buffers
+from elastic.reduce import PlainReducer, Turn, forward_reads_buffers
 from elastic.world import World
 from tests.support.ranked import run_ranks, world_of
 
@@ -36,8 +36,7 @@ def gradient(net: Net) -> Any:
     return None if found is None else found.tolist()
 
 
-def numbers(*values: float) -> Tensor:
-    return torch.tensor([*values, *[0.0] * (CONTROL_SLOTS - len(values))])
+LAST, FIRST = Turn(shard=0), Turn(shard=0, closes=False, last=False)
 
 
 def exercise(world: World) -> dict[str, Any]:
@@ -47,35 +46,41 @@ def exercise(world: World) -> dict[str, Any]:
     net = Net()
     if rank:
         nn.init.zeros_(net.first.weight)  # the primary's weights are everybody's
-    reducer = Reducer(net, world, compiled=None, find_unused=False)
+    reducer = PlainReducer(net, world, compiled=None, find_unused=False)
     model: Any = reducer.model
     found["weights"] = net.first.weight.tolist()
     found["attributes"] = (model.width, float(model.penalty().detach()))
     mine = torch.full((1, 2), rank + 1.0)
 
-    reducer.start_step()
-    reducer.backward(model(mine).sum(), numbers(2.0**24 - 1, 0.0, rank, 1.0))
-    found["sum"] = (gradient(net), reducer.summed()[:5])
+    reducer.begin(0, [0.0, rank, 1.0])
+    with reducer.turn(LAST):
+        reducer.backward(model(mine).sum(), loss=2.0**24 - 1, count=4097.0)
+    totals = reducer.finish()
+    found["sum"] = (gradient(net), totals.loss, totals.count, totals.flags)
 
     net.zero_grad(set_to_none=True)
-    reducer.start_step()
-    with reducer.accumulate(last=False):
-        reducer.backward(model(mine).sum(), None)
-    with reducer.accumulate(last=True):
-        reducer.backward(model(10 * mine).sum(), numbers(1.0))
-    found["accumulated"] = (gradient(net), reducer.summed()[:2])
+    reducer.begin(0, [])
+    with reducer.turn(FIRST):
+        reducer.backward(model(mine).sum(), loss=torch.tensor(0.5), count=torch.tensor(2))
+    with reducer.turn(LAST):
+        reducer.backward(model(10 * mine).sum(), loss=torch.tensor(0.5), count=torch.tensor(3))
+    totals = reducer.finish()
+    found["accumulated"] = (gradient(net), totals.loss, totals.count)
 
     net.zero_grad(set_to_none=True)
-    reducer.start_step()
-    spoiled = model(mine).sum() * (math.nan if rank == world.world_size - 1 else 1.0)
-    reducer.backward(spoiled, numbers(spoiled.item(), 7.0, 2.0**20))
-    found["nan"] = [str(value) for value in reducer.summed()[:3]]
+    reducer.begin(0, [2.0**20])
+    with reducer.turn(LAST):
+        spoiled = model(mine).sum() * (math.nan if rank == world.world_size - 1 else 1.0)
+        reducer.backward(spoiled, loss=spoiled.item(), count=7.0)
+    totals = reducer.finish()
+    found["nan"] = [str(totals.loss), totals.count, totals.flags]
 
     net.zero_grad(set_to_none=True)
-    reducer.start_step()
-    first = model(mine).sum()
-    reducer.backward(first + model(mine).sum(), numbers(3.0))
-    found["two forwards"] = (gradient(net), reducer.summed()[0])
+    reducer.begin(0, [])
+    with reducer.turn(LAST):
+        first = model(mine).sum()
+        reducer.backward(first + model(mine).sum(), loss=3.0, count=1.0)
+    found["two forwards"] = (gradient(net), reducer.finish().loss)
     found["unused"] = exercise_unused(world)
     found["codes"], found["own statistics"] = send_buffers(world)
     return found
@@ -83,15 +88,16 @@ def exercise(world: World) -> dict[str, Any]:
 
 def exercise_unused(world: World) -> Any:
     net = Net()
-    reducer = Reducer(net, world, compiled=None, find_unused=True)
+    reducer = PlainReducer(net, world, compiled=None, find_unused=True)
     model: Any = reducer.model
     results = []
     for spare in (False, True):
         net.zero_grad(set_to_none=True)
-        reducer.start_step()
-        loss = model(torch.full((1, 2), world.rank + 1.0), spare=spare).sum()
-        reducer.backward(loss, numbers(1.0))
-        results.append((gradient(net), reducer.summed()[0]))
+        reducer.begin(0, [])
+        with reducer.turn(LAST):
+            loss = model(torch.full((1, 2), world.rank + 1.0), spare=spare).sum()
+            reducer.backward(loss, loss=1.0, count=1.0)
+        results.append((gradient(net), reducer.finish().loss))
     return results
 
 
@@ -122,24 +128,26 @@ def test_gradients_and_control_numbers_are_summed_and_never_divided(
 ) -> None:
     size = len(worlds)
     total = sum(range(1, size + 1))
-    found, control = worlds[0]["sum"]
+    found, loss, count, flags = worlds[0]["sum"]
     assert found == [[total, total]]
+    assert count == 4097 * size
+    assert flags == (0.0, total - size, size)
     # A sum beyond 2**24 is rounded; each rank's own number never is.
-    assert control[1:] == [0.0, total - size, size, 0.0]
     if size == 1:
-        assert control[0] == 2**24 - 1
+        assert loss == 2**24 - 1
 
 
 def test_micro_batches_add_up_and_are_sent_once(worlds: list[dict[str, Any]]) -> None:
-    total = 11 * sum(range(1, len(worlds) + 1))
-    assert worlds[0]["accumulated"] == ([[total, total]], [float(len(worlds)), 0.0])
+    size = len(worlds)
+    total = 11 * sum(range(1, size + 1))
+    assert worlds[0]["accumulated"] == ([[total, total]], size, 5 * size)
 
 
 def test_loss_that_is_not_finite_leaves_the_other_numbers_exact(
     worlds: list[dict[str, Any]],
 ) -> None:
     size = len(worlds)
-    assert worlds[0]["nan"] == ["nan", str(7.0 * size), str(2.0**20 * size)]
+    assert worlds[0]["nan"] == ["nan", 7 * size, (2.0**20 * size,)]
 
 
 def test_model_may_be_called_twice_in_a_step(worlds: list[dict[str, Any]]) -> None:
@@ -158,16 +166,22 @@ def test_control_numbers_before_a_backward_are_refused(
 ) -> None:
     with world_of(0, 1, tmp_path_factory.mktemp("alone")) as world:
         net = Net()
-        reducer = Reducer(net, world, compiled=None, find_unused=False)
+        reducer = PlainReducer(net, world, compiled=None, find_unused=False)
         assert reducer.model is net
-        message = "^no control numbers yet: found none, expected a backward with control$"
+        message = "^no numbers yet: found none, expected a backward of the last turn$"
+        reducer.begin(0, [])
         with pytest.raises(ValueError, match=message):
-            reducer.summed()
-        reducer.backward(net(torch.ones(1, 2)).sum(), numbers(5.0))
-        assert reducer.summed()[0] == 5.0
-        reducer.start_step()
+            reducer.finish()
+        with reducer.turn(LAST):
+            reducer.backward(net(torch.ones(1, 2)).sum(), loss=5.0, count=1.0)
+        assert reducer.finish().loss == 5.0
+        reducer.begin(0, [])
         with pytest.raises(ValueError, match=message):
-            reducer.summed()
+            reducer.finish()
+        with pytest.raises(
+            ValueError, match=r"^phase: found 1, expected 0: DDP reduces one phase$"
+        ):
+            reducer.begin(1, [])
 
 
 def frozen() -> nn.Module:
@@ -208,12 +222,13 @@ def send_buffers(world: World) -> Any:
         net.add_module("extra", module)
         if isinstance(module, Codebook):
             module.forward = lambda x: x
-        reducer = Reducer(net, world, compiled=None, find_unused=False)
+        reducer = PlainReducer(net, world, compiled=None, find_unused=False)
         buffer = next(iter(module.buffers()))
         buffer.fill_(world.rank + 1.0)
-        reducer.start_step()
-        loss = reducer.model(torch.tensor([[1.0], [2.0]]) * (world.rank + 1)).sum()
-        reducer.backward(loss, numbers(1.0))
+        reducer.begin(0, [])
+        with reducer.turn(LAST):
+            loss = reducer.model(torch.tensor([[1.0], [2.0]]) * (world.rank + 1)).sum()
+            reducer.backward(loss, loss=1.0, count=1.0)
         found.append(buffer.tolist())
     return found
 

@@ -14,9 +14,9 @@ from elastic.agreement import Agreed, Request
 from elastic.errors import AttentionError, StartError
 from elastic.loader import Loader
 from elastic.options import TrainOptions
-from elastic.reduce import Reducer
+from elastic.reduce import PlainReducer
 from elastic.sampler import Plan
-from elastic.step import Stepper
+from elastic.step import Stepper, phases_of
 from elastic.world import World
 from jobs.job import Job, Loss, Mean
 from tests.support.ranked import run_ranks, world_of
@@ -118,8 +118,9 @@ def train(world: World, case: Case) -> dict[str, Any]:
         grad_clip=case.grad_clip,
         precision="fp32" if scaler is None else "fp16",
     )
-    reducer = Reducer(model, world, compiled=None, find_unused=False)
-    stepper = Stepper(job, reducer, optimizer, scaler=scaler, options=options, world=world)
+    reducer = PlainReducer(model, world, compiled=None, find_unused=False)
+    phases = phases_of(job, optimizer)
+    stepper = Stepper(job, reducer, phases, scaler=scaler, options=options, world=world)
     loader = Loader(job.dataset(), plan, rank=world.rank)
     results, weights = [], []
     for step, batch in enumerate(loader.epoch(0), 1):
@@ -352,18 +353,15 @@ class Phases(Tracer):
         return {"a": self.loss}
 
 
-def test_several_phases_are_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_several_phases_are_refused_in_one_line() -> None:
     message = (
         "Phases.losses: several phases are not yet served by this version; give one loss() and one "
         "optimizer"
     )
-    with world_of(0, 1, tmp_path_factory.mktemp("alone")) as world:
-        job: Job = Phases()
-        model = job.model()
-        reducer = Reducer(model, world, compiled=None, find_unused=False)
-        optimizer: Optimizer = SGD(model.parameters(), lr=0.1)
-        with pytest.raises(StartError, match=f"^{re.escape(message)}$"):
-            Stepper(job, reducer, optimizer, scaler=None, options=TrainOptions(), world=world)
+    job: Job = Phases()
+    optimizer: Optimizer = SGD(job.model().parameters(), lr=0.1)
+    with pytest.raises(StartError, match=f"^{re.escape(message)}$"):
+        phases_of(job, optimizer)
 
 
 def test_numbers_of_the_tracer_are_their_indices() -> None:
