@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from elastic.errors import StartError
@@ -64,12 +64,16 @@ def count_samples(dataset: Dataset[Any]) -> int:
     """The length of a dataset that can be asked for any sample.
 
     Raises:
-        StartError: it is iterable-style, does not tell its length, or is empty.
+        StartError: it only iterates, does not tell its length, or is empty.
     """
     name = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    # torch's own __getitem__ is there to say that it is missing. What some iterable-style datasets have beside it will do.
+    if getattr(type(dataset), "__getitem__", Dataset.__getitem__) is Dataset.__getitem__:
         expected = "a map-style dataset, with __len__ and __getitem__(index)"
-        raise StartError(f"dataset: found {name}, which only iterates, expected {expected}")
+        way_out = "index what it reads, as docs/data.md shows under Streams"
+        raise StartError(
+            f"dataset: found {name}, which only iterates, expected {expected}; {way_out}"
+        )
     try:
         n = len(dataset)  # type: ignore[arg-type] # (torch's Dataset declares no __len__)
     except (TypeError, NotImplementedError) as error:
@@ -124,7 +128,9 @@ class Loader:
         collate = more.pop("collate_fn", None) or collate
         self._collate = collate or default_collate
         seed = plan.seed if seed is None else seed
-        self._dataset = Addressed(dataset, seed, seeds_collate=collate is not None)
+        self._dataset = Addressed(
+            dataset, seed, seeds_collate=collate is not None, n=plan.n if plan.repeats else None
+        )
         self._arguments = _loader_arguments(options or LoaderOptions(), more)
         self._batches = _Batches()
         self._workers: DataLoader[Any] | None = None
@@ -167,11 +173,11 @@ class Loader:
                 MicroBatch(
                     shard=self.rank,
                     number=number,
-                    indices=indices,
-                    data=read(indices or padding),
-                    samples=len(indices),
+                    indices=plan.samples_at(addresses),
+                    data=read(addresses or padding),
+                    samples=len(addresses),
                 )
-                for number, (indices, padding) in enumerate(layout.step(step))
+                for number, (addresses, padding) in enumerate(layout.step(step))
             ]
             yield StepBatch(step_in_epoch=step, size=plan.size(step), micro_batches=micro_batches)
 
@@ -184,9 +190,9 @@ class Loader:
         dataset, collate, keep = self._dataset, self._collate, self._keep
         pins, epoch = self._arguments["pin_memory"], layout.epoch
 
-        def read(indices: list[int]) -> Any:
+        def read(addresses: list[int]) -> Any:
             with keep():
-                data = collate(dataset.__getitems__(Addresses(epoch, indices)))
+                data = collate(dataset.__getitems__(Addresses(epoch, addresses)))
             return pin_memory(data) if pins else data
 
         return read
@@ -217,11 +223,11 @@ class _Layout:
     whole: bool
 
     def step(self, step: int) -> list[tuple[list[int], list[int]]]:
-        """The indices of each micro-batch of a step, and what to read where there are none."""
+        """The addresses of each micro-batch of a step, and what to read where there are none."""
         plan, epoch = self.plan, self.epoch
         if self.whole:
-            indices = plan.indices(epoch, step, self.rank)
-            parts = [indices] if indices else []
+            addresses = plan.addresses(epoch, step, self.rank)
+            parts = [addresses] if addresses else []
         else:
             parts = plan.micro_batches(epoch, step, self.rank)
         # Every rank does at least one forward and backward, or the others would wait for it in the reduction.
@@ -237,8 +243,8 @@ class _Batches:
         layout = self.layout
         if layout is not None:
             for step in range(layout.first, layout.plan.steps):
-                for indices, padding in layout.step(step):
-                    yield Addresses(layout.epoch, indices or padding)
+                for addresses, padding in layout.step(step):
+                    yield Addresses(layout.epoch, addresses or padding)
 
 
 class _WorkerStart:

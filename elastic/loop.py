@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastic.core import Run
+from elastic.draws import draws_of
 from elastic.errors import StartError
 from elastic.evaluate import Evaluation
 from elastic.identity import compare_ranks, fingerprint_dataset
@@ -196,14 +197,16 @@ class Training:
     # ---------------------------------------------------------------------------- the parts
     def _plan(self, dataset: Any) -> Plan:
         train = self.settings.train
+        n = count_samples(dataset)
         return Plan(
-            n=count_samples(dataset),
+            n=n,
             global_batch_size=train.global_batch_size,
             seed=train.seed,
             shards=self.run.world.world_size,
             micro_batch_size=train.micro_batch_size,
             drop_last=train.drop_last,
             order=train.order,
+            draws=draws_of(n, self.job.sampling(dataset), dataset),
         )
 
     def _identify(self, dataset: Any, model: nn.Module) -> None:
@@ -212,13 +215,14 @@ class Training:
         parts = {
             "dataset": fingerprint_dataset(dataset, self.plan.n, own),
             "model": model_fingerprint(model),
+            **self.plan.sampling,
         }
         compare_ranks(run.world.gather(parts))
         run.identify(
             {
                 "job": type(self.job).__name__,
                 "train.seed": train.seed,
-                "train.order": train.order,
+                "train.order": self.plan.order,
                 "train.global_batch_size": train.global_batch_size,
                 "train.drop_last": train.drop_last,
                 **parts,

@@ -65,8 +65,8 @@ class TrainOptions:
     """Most samples of one forward on one rank; a larger part is cut, its gradient stays the exact mean."""
     seed: int = 0
     """Of the order of samples and of every random draw."""
-    order: Literal["torch", "feistel"] = "torch"
-    """`torch`: each epoch has the permutation of torch's DistributedSampler."""
+    order: Literal["auto", "torch", "feistel"] = "auto"
+    """`torch`: the permutation of torch's DistributedSampler; `feistel`: one without a table, for any number of samples; `auto`: `torch` up to 2**24 samples an epoch."""
     drop_last: bool = False
     """Leave out the last step of an epoch where it is smaller than a global batch."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -108,7 +108,6 @@ class TrainOptions:
         _not_yet("ema", self.ema, asked=self.ema is not None)
         _not_yet("logical_shards", self.logical_shards, asked=self.logical_shards is not None)
         _not_yet("reproducible", self.reproducible, asked=self.reproducible != "off")
-        _not_yet("order", self.order, asked=self.order != "torch")
         _not_yet(
             "on_nonfinite",
             self.on_nonfinite,

@@ -425,7 +425,7 @@ class Unsized(Dataset[int]):
 @pytest.mark.parametrize(
     ("dataset", "text"),
     [
-        (Endless(), "dataset: found Endless, which only iterates, expected a map-style dataset, with __len__ and __getitem__(index)"),
+        (Endless(), "dataset: found Endless, which only iterates, expected a map-style dataset, with __len__ and __getitem__(index); index what it reads, as docs/data.md shows under Streams"),
         (Unsized(), "dataset: found Unsized without a length, expected __len__"),
         (Drawing(0), "dataset: found Drawing with no samples, expected at least 1"),
     ],

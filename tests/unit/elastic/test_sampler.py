@@ -76,11 +76,15 @@ def test_the_order_is_that_of_torchs_distributed_sampler(n: int) -> None:
         assert epoch_order(n, seed, epoch).tolist() == list(theirs)
 
 
-def test_another_order_is_not_yet_served() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^train\.order: not yet served by this version \(found feistel\)"
+def test_an_order_that_is_none_is_refused() -> None:
+    for make in (
+        lambda: epoch_order(4, 0, 0, "other"),
+        lambda: Plan(n=4, global_batch_size=2, order="other"),
     ):
-        epoch_order(4, 0, 0, "feistel")
+        with pytest.raises(
+            ConfigError, match=r"^order: found other, expected one of auto, torch, feistel$"
+        ):
+            make()
 
 
 # ------------------------------------------------------------------------------------------- plan
@@ -168,10 +172,11 @@ def test_a_part_is_cut_into_micro_batches() -> None:
 
 def test_the_order_of_one_epoch_is_kept() -> None:
     plan = Plan(n=100, global_batch_size=10)
-    assert plan.order_of(0) is plan.order_of(0)
-    first = plan.order_of(0)
-    plan.order_of(1)
-    assert plan.order_of(0) is not first
+    first = plan._epoch(0)
+    assert plan._epoch(0) is first
+    plan._epoch(1)
+    assert list(plan._epochs) == [1]
+    assert plan._epoch(0) is not first
     assert pickle.loads(pickle.dumps(plan)) == plan  # noqa: S301 (its own)
 
 
