@@ -215,10 +215,15 @@ class _Numbers:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        rows = (self._all if self._world.world_size > 1 else self._own).view(-1, self._size).tolist()
+        rows = (
+            (self._all if self._world.world_size > 1 else self._own).view(-1, self._size).tolist()
+        )
         flags, slots = len(self._flags), self._slots
         summed = [sum(column) for column in zip(*(row[:flags] for row in rows), strict=True)]
-        used = [any(column) for column in zip(*(r[flags : flags + len(self._used)] for r in rows), strict=True)]
+        used = [
+            any(column)
+            for column in zip(*(r[flags : flags + len(self._used)] for r in rows), strict=True)
+        ]
         present, loss, count = 0, 0.0, 0.0
         for row, shards in zip(rows, everywhere, strict=True):
             there, losses, counts = (

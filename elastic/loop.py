@@ -15,6 +15,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from elastic.agreement import REQUEST_SLOTS
+from elastic.arithmetic import (
+    check_machine,
+    describe_machine,
+    end_promise,
+    fix_arithmetic,
+    identity,
+    pin_optimizer,
+)
+from elastic.bitwise import TreeReducer
 from elastic.core import Run
 from elastic.draws import draws_of
 from elastic.errors import StartError
@@ -22,11 +32,13 @@ from elastic.evaluate import Evaluation
 from elastic.identity import compare_ranks, fingerprint_dataset
 from elastic.loader import Loader, StepBatch, count_samples
 from elastic.options import Settings
-from elastic.reduce import PlainReducer
+from elastic.reduce import PlainReducer, Reducer
 from elastic.sampler import Plan
 from elastic.saving import Clocked, is_due, is_due_at_epoch_end
 from elastic.seeding import kept_random_state, seed_all
-from elastic.step import Stepper, autocast, phases_of
+from elastic.shards import ShardBuffers
+from elastic.step import Phase, Stepper, autocast, phases_of
+from elastic.tree import owned
 from elastic.weights import model_fingerprint
 from jobs.job import Job
 
@@ -46,7 +58,12 @@ class Training:
         """
         self.job, self.settings, self.run = job, settings, run
         train = settings.train
-        torch.set_num_threads(train.threads or _threads(run.world.local_world_size))
+        self._bitwise = train.reproducible == "bitwise"
+        if self._bitwise:
+            self._threads = fix_arithmetic(train.threads)
+        else:
+            self._threads = train.threads or _threads(run.world.local_world_size)
+            torch.set_num_threads(self._threads)
         dataset = job.dataset()
         self.plan = self._plan(dataset)
         run.epoch_samples = self.plan.samples
@@ -54,9 +71,9 @@ class Training:
         run.keep_best = settings.eval.keep_best
         seed_all(train.seed, run.device)
         model = job.model().to(run.device)
-        self._identify(dataset, model)
-        run.claim()
         optimizer = self._optimizer(model)
+        self._identify(dataset, model, optimizer)
+        run.claim()
         self._schedule = self._scheduler(optimizer)
         scaler = torch.amp.GradScaler(run.device.type) if train.precision == "fp16" else None
         run.attach(
@@ -68,16 +85,27 @@ class Training:
         )
         run.restore(lambda: job.initialize(model))
         self.model = model
-        compiled = cast("nn.Module", torch.compile(model)) if train.compile else None
-        reducer = PlainReducer(
-            model, run.world, compiled=compiled, find_unused=train.find_unused_parameters
-        )
+        if self._bitwise:
+            self._check_machines()
         phases = phases_of(job, optimizer)
-        self._stepper = Stepper(job, reducer, phases, scaler=scaler, options=train, world=run.world)
+        self._buffers: ShardBuffers | None = None
+        if train.logical_shards is not None:
+            self._buffers = ShardBuffers(model, run.world, train.logical_shards)
+        self._stepper = Stepper(
+            job,
+            self._reducer(phases),
+            phases,
+            scaler=scaler,
+            options=train,
+            world=run.world,
+            buffers=self._buffers,
+        )
         self._loader = Loader(
             dataset,
             self.plan,
             rank=run.world.rank,
+            shards=owned(run.world.rank, run.world.world_size, self.plan.shards),
+            pads=not self._bitwise,
             options=settings.loader,
             collate=job.collate,
             # Each forward is seeded anew, so that what the loader draws changes nothing.
@@ -157,7 +185,8 @@ class Training:
             run.progress.evaluation_due = False
             return
         with run.records.spend("eval"):
-            run.world.broadcast_tensors(list(self.model.buffers()))
+            if self._buffers is None:
+                run.world.broadcast_tensors(list(self.model.buffers()))
             metrics = self._evaluation.run(self.model, leaving=run.told_to_leave)
         self._eval_clock.restart()
         self._evaluated_at = run.step
@@ -188,11 +217,11 @@ class Training:
         if sets is None or self.settings.eval.every.is_off:
             return None
         named = dict(sets) if isinstance(sets, Mapping) else {"": sets}
-        batch = self.settings.eval.batch_size or max(
-            1, -(-self.settings.train.global_batch_size // self.run.world.world_size)
-        )
-        context = autocast(self.settings.train.precision, self.run.device)
-        return Evaluation(self.job, named, self.run.world, batch_size=batch, context=context)
+        train, world = self.settings.train, self.run.world
+        batch = self.settings.eval.batch_size or -(-train.global_batch_size // self.plan.shards)
+        context = autocast(train.precision, self.run.device)
+        fixed = train.logical_shards is not None
+        return Evaluation(self.job, named, world, batch_size=batch, context=context, fixed=fixed)
 
     # ---------------------------------------------------------------------------- the parts
     def _plan(self, dataset: Any) -> Plan:
@@ -202,14 +231,70 @@ class Training:
             n=n,
             global_batch_size=train.global_batch_size,
             seed=train.seed,
-            shards=self.run.world.world_size,
+            shards=train.logical_shards or self.run.world.world_size,
             micro_batch_size=train.micro_batch_size,
             drop_last=train.drop_last,
             order=train.order,
             draws=draws_of(n, self.job.sampling(dataset), dataset),
         )
 
-    def _identify(self, dataset: Any, model: nn.Module) -> None:
+    def _reducer(self, phases: list[Phase]) -> Reducer:
+        """What sums the gradients; says so where some ranks have no part in a step."""
+        train, run = self.settings.train, self.run
+        shards, ranks = self.plan.shards, run.world.world_size
+        if ranks > shards:
+            idle = (
+                f"rank {shards} owns"
+                if ranks == shards + 1
+                else f"ranks {shards} to {ranks - 1} own"
+            )
+            run.tell(
+                [
+                    f"train.logical_shards: {shards} shards for {ranks} ranks: {idle} none, but holds "
+                    "the state and evaluates"
+                ]
+            )
+        compiled: nn.Module | None = None
+        if train.compile:
+            # By itself torch would compile for the shapes that it happens to see first.
+            dynamic = False if self._bitwise else None
+            compiled = cast("nn.Module", torch.compile(self.model, dynamic=dynamic))
+        if self._bitwise:
+            return TreeReducer(
+                self.model if compiled is None else compiled,
+                run.world,
+                parameters=[phase.parameters for phase in phases],
+                shards=shards,
+            )
+        return PlainReducer(
+            self.model,
+            run.world,
+            compiled=compiled,
+            find_unused=train.find_unused_parameters,
+            flags=REQUEST_SLOTS + 1 + (self._buffers.slots if self._buffers else 0),
+            merges_buffers=self._buffers is not None,
+        )
+
+    def _check_machines(self) -> None:
+        """Say loudly, and keep, from which step on equal bits are not promised. Collective."""
+        run = self.run
+        told = run.world.gather(describe_machine(run.device))
+        before = run.progress.bits_until
+        changed = [*check_machine(run.progress, told), *run.accepted]
+        if not changed:
+            return
+        end_promise(run.progress)
+        for what in changed:
+            run.warn(f"bits: {what}")
+        run.warn(
+            f"bits: equal bits are promised up to step {run.progress.bits_until} and not beyond; "
+            "the run goes on"
+        )
+        run.records.event("bits", changed=changed, bits_until=run.progress.bits_until)
+        if run.is_primary and before is None:
+            run.records.summarize("running", run.progress)
+
+    def _identify(self, dataset: Any, model: nn.Module, optimizer: Optimizer) -> None:
         train, run = self.settings.train, self.run
         own = self.job.fingerprint(dataset)
         parts = {
@@ -226,8 +311,16 @@ class Training:
                 "train.global_batch_size": train.global_batch_size,
                 "train.drop_last": train.drop_last,
                 **parts,
+                **self._bits(optimizer),
             }
         )
+
+    def _bits(self, optimizer: Optimizer) -> dict[str, Any]:
+        """In bitwise mode what the bits depend on: other settings make another run."""
+        if not self._bitwise:
+            return {}
+        kernels = {"main": pin_optimizer(optimizer)}
+        return identity(self.settings.train, threads=self._threads, kernels=kernels)
 
     def _optimizer(self, model: nn.Module) -> Optimizer:
         optimizer = self.job.optimizer(model)

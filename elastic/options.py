@@ -78,15 +78,15 @@ class TrainOptions:
     find_unused_parameters: bool = False
     """Let DDP look for parameters that a forward did not use."""
     threads: int | None = None
-    """Threads of one worker's CPU arithmetic; by default the cores of the node shared among its workers."""
+    """Threads of one worker's CPU arithmetic; by default the cores of the node shared among its workers, with `bitwise` 1."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """What to do where a loss or a gradient is not finite, agreed by all ranks."""
     ema: float | None = None
     """Decay of an average of the weights kept beside them."""
     logical_shards: int | None = None
-    """Fixed slices of the global batch that make randomness independent of the number of ranks."""
+    """Fixed slices of the global batch: dropout and BatchNorm then belong to a slice, whatever the number of ranks."""
     reproducible: Literal["off", "bitwise"] = "off"
-    """`bitwise`: equal bits of the final weights for every number of ranks and history of faults."""
+    """`bitwise`: equal bits of the final weights for every number of ranks and history of faults; needs logical_shards."""
     stop_before: str | None = None
     """Wall-clock limit before which the state is saved and the run ends."""
     step_delay: float = field(default=0.0, metadata=_HIDDEN)
@@ -103,11 +103,17 @@ class TrainOptions:
         _positive("grad_clip", self.grad_clip)
         _at_least("threads", self.threads, 1)
         _at_least("logical_shards", self.logical_shards, 1)
+        if self.logical_shards is not None and self.logical_shards > self.global_batch_size:
+            expected = f"at most global_batch_size ({self.global_batch_size})"
+            raise ConfigError(f"logical_shards: found {self.logical_shards}, expected {expected}")
+        if self.reproducible == "bitwise" and self.logical_shards is None:
+            expected = "it set: the slices of a batch whose sums have one order, 8 for instance"
+            raise ConfigError(
+                f"reproducible: found bitwise without logical_shards, expected {expected}"
+            )
         delays = math.isfinite(self.step_delay) and self.step_delay >= 0
         _require("step_delay", self.step_delay, "seconds, 0 or more", holds=delays)
         _not_yet("ema", self.ema, asked=self.ema is not None)
-        _not_yet("logical_shards", self.logical_shards, asked=self.logical_shards is not None)
-        _not_yet("reproducible", self.reproducible, asked=self.reproducible != "off")
         _not_yet(
             "on_nonfinite",
             self.on_nonfinite,

@@ -26,8 +26,6 @@ __all__ = ["PlainReducer", "Reducer", "Totals", "Turn", "forward_reads_buffers"]
 _LOSS, _COUNT_HIGH, _COUNT_LOW, _FLAGS = 0, 1, 2, 3
 # Counts travel as float32: two halves keep them exact up to 2**36 items a step.
 _COUNT_UNIT: Final = 4096
-_SLOTS: Final = 16
-"""How many float32 numbers of a step are summed over the ranks beside its gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +64,10 @@ class Reducer(Protocol):
         ...
 
     def begin(self, phase: int, flags: Sequence[float]) -> None:
-        """Forget the last phase's numbers; `flags` are this rank's, to be summed as well."""
+        """Forget the last phase's numbers; `flags` are this rank's, to be summed as well.
+
+        The list is kept, and read with the last backward or at `finish`.
+        """
         ...
 
     def turn(self, turn: Turn) -> AbstractContextManager[None]:
@@ -90,13 +91,29 @@ class PlainReducer:
     """
 
     def __init__(
-        self, plain: nn.Module, world: World, *, compiled: nn.Module | None, find_unused: bool
+        self,
+        plain: nn.Module,
+        world: World,
+        *,
+        compiled: nn.Module | None,
+        find_unused: bool,
+        flags: int = 13,
+        merges_buffers: bool = False,
     ) -> None:
         """Wrap `plain` (on its device); `compiled` runs in its place where it was compiled.
 
         Collective: every rank calls this; DDP sends the primary's weights and buffers to all.
+
+        Args:
+            plain: The model as the job made it.
+            world: The ranks.
+            compiled: The same, compiled.
+            find_unused: Let DDP look for parameters that a forward did not use.
+            flags: How many flags a step has at most.
+            merges_buffers: Whether somebody else keeps the ranks' buffers alike.
         """
-        self._control = nn.Parameter(torch.zeros(_SLOTS, device=world.device))
+        self._slots = _FLAGS + flags
+        self._control = nn.Parameter(torch.zeros(self._slots, device=world.device))
         self._ddp: _SummingDDP | None = None
         self._device = world.device
         self._turn = Turn(shard=0)
@@ -113,7 +130,7 @@ class PlainReducer:
             device_ids=[world.device] if world.device.type == "cuda" else None,
             process_group=None,
             find_unused_parameters=find_unused,
-            forward_sync_buffers=forward_reads_buffers(plain),
+            forward_sync_buffers=not merges_buffers and forward_reads_buffers(plain),
             gradient_as_bucket_view=True,
         )
         self._ddp.register_comm_hook(None, _sum_bucket)
@@ -153,7 +170,7 @@ class PlainReducer:
 
     def _numbers(self) -> Tensor:
         """Pack this rank's numbers on its device without waiting for it."""
-        padding = [0.0] * (_SLOTS - _FLAGS - len(self._flags))
+        padding = [0.0] * (self._slots - _FLAGS - len(self._flags))
         packed = torch.tensor([0.0, 0.0, 0.0, *self._flags, *padding])
         numbers = packed.to(self._device, non_blocking=True)
         count = self._count

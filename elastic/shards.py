@@ -148,12 +148,17 @@ class ShardBuffers:
         for place in merged[len(self._norms) :]:
             place.base.copy_(place.now)
 
-    def _gather(self, numbers: Sequence[int], every: Sequence[_Place]) -> tuple[list[float], Tensor]:
+    def _gather(
+        self, numbers: Sequence[int], every: Sequence[_Place]
+    ) -> tuple[list[float], Tensor]:
         """Weight and flattened buffers of each shard, in order; those of absent shards weigh nothing."""
         world = self._world
         workers = min(world.world_size, self._shards)
         slots = -(-self._shards // workers)
-        own = [self._flatten(shard, numbers, every) for shard in owned(world.rank, world.world_size, self._shards)]
+        own = [
+            self._flatten(shard, numbers, every)
+            for shard in owned(world.rank, world.world_size, self._shards)
+        ]
         length = 1 + sum(every[number].base.numel() for number in numbers)
         device = every[numbers[0]].base.device
         empty = torch.zeros(length, dtype=torch.float64, device=device)

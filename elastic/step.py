@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from elastic.agreement import Agreed, Request
+from elastic.agreement import REQUEST_SLOTS, Agreed, Request
 from elastic.errors import AttentionError, StartError
 from elastic.loader import MicroBatch, StepBatch
 from elastic.options import TrainOptions
 from elastic.reduce import Reducer, Turn
 from elastic.seeding import mix, seed_all
+from elastic.shards import ShardBuffers
 from elastic.world import World
 from jobs.job import Job, Loss, Mean, read_loss
 
@@ -108,13 +109,15 @@ class Stepper:
         scaler: torch.amp.GradScaler | None,
         options: TrainOptions,
         world: World,
+        buffers: ShardBuffers | None = None,
     ) -> None:
-        """Bind the parts; `scaler` is given with fp16 alone."""
+        """Bind the parts; `scaler` is given with fp16 alone, `buffers` with logical shards."""
         self._job, self._reducer, self._phases = job, reducer, list(phases)
         self._scaler, self._options, self._world = scaler, options, world
         self._autocast = autocast(options.precision, world.device)
         self._parameters = [phase.parameters for phase in self._phases]
         self._own_losses: list[Tensor | float] = []
+        self._buffers = buffers
         self._statistics = _statistics(reducer.model) if options.on_nonfinite == "skip" else []
         self._kept: list[Tensor] = []
 
@@ -137,7 +140,7 @@ class Stepper:
             grad_norm=last.grad_norm,
             lr=float(self._phases[-1].optimizer.param_groups[0]["lr"]),
             skipped=last.skipped,
-            agreed=Agreed.read(last.flags),
+            agreed=Agreed.read(last.flags[:REQUEST_SLOTS]),
         )
 
     def _run_phase(
@@ -145,10 +148,18 @@ class Stepper:
     ) -> _Outcome:
         """One loss over the whole step, its exact mean gradient, and its optimizer's update."""
         self._phases[index].optimizer.zero_grad(set_to_none=True)
-        self._reducer.begin(index, flags)
+        # Who has no samples cannot know what kind of loss the job gives.
+        told = [*flags, 0.0]
         self._kept = [buffer.clone() for buffer in self._statistics]
-        weighted = self._accumulate(index, step, batch)
+        if self._buffers is not None:
+            self._buffers.begin()
+            told += self._buffers.flags
+        self._reducer.begin(index, told)
+        self._accumulate(index, step, batch, told)
         totals = self._reducer.finish()
+        weighted = totals.flags[len(flags)] > 0
+        if self._buffers is not None:
+            self._buffers.merge(totals.flags[len(flags) + 1 :])
         loss = totals.loss / totals.count if totals.count else math.nan
         scale = _open_scale(batch, totals.count, weighted)
         norm, skipped = self._update(index, step, batch, loss=loss, scale=scale)
@@ -156,25 +167,30 @@ class Stepper:
             loss=loss, count=totals.count, grad_norm=norm, skipped=skipped, flags=totals.flags
         )
 
-    def _accumulate(self, index: int, step: int, batch: StepBatch) -> bool:
-        """Forward and backward of each micro-batch; True where the job's loss is an open Mean."""
+    def _accumulate(self, index: int, step: int, batch: StepBatch, told: list[float]) -> None:
+        """Forward and backward of each micro-batch; fills in what is told to all beside the flags."""
+        buffers = self._buffers
         device, phase = self._world.device, self._phases[index]
-        weighted = False
+        weighted = len(told) - 1 - (buffers.slots if buffers is not None else 0)
         self._own_losses = []
         for turn, micro in _turns(batch.micro_batches):
             data = self._job.to_device(micro.data, device)
             address = (step, micro.shard, micro.number) + ((index,) if index else ())
             seed_all(mix(self._options.seed, *address), device)
+            if buffers is not None:
+                buffers.enter(turn)
             with self._reducer.turn(turn):
                 with self._autocast:
                     value = read_loss(phase.loss(self._reducer.model, data))
-                weighted = isinstance(value, Mean)
+                if buffers is not None:
+                    buffers.leave(turn, micro.samples)
+                    told[len(told) - buffers.slots :] = buffers.flags
+                told[weighted] = float(isinstance(value, Mean))
                 term, added, items = _contribution(value, micro, batch.size)
                 self._own_losses.append(added)
                 if self._scaler is not None:
                     term = self._scaler.scale(term)
                 self._reducer.backward(term, loss=added, count=items)
-        return weighted
 
     def _update(
         self, index: int, step: int, batch: StepBatch, *, loss: float, scale: float | None
