@@ -159,7 +159,7 @@ class Mixed:
             marks = places(start, stop)
             part_of = np.searchsorted(self._ends, marks, side="right")
             found = np.empty(len(marks), dtype=np.int64)
-            for part in np.unique(part_of).tolist():
+            for part in np.flatnonzero(np.bincount(part_of)).tolist():
                 network = parts[part]
                 assert network is not None  # a part without draws has no marks
                 here = part_of == part

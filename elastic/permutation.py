@@ -31,9 +31,9 @@ _SMALL: Final = 1 << 12
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND: Final = np.uint64(0x94D049BB133111EB)
-_CHUNK: Final = (
-    1 << 14
-)  # a call for 64 costs as much as one for 1000; a chunk takes about a millisecond
+# A call for 64 costs as much as one for 1000, and 2**14 about a millisecond; the first index is there sooner.
+_FIRST_CHUNK: Final = 1 << 10
+_CHUNK: Final = 1 << 14
 
 
 def choose_order(order: str, length: int) -> str:
@@ -75,14 +75,16 @@ class Feistel:
         if len(positions) and not (positions.min() >= 0 and positions.max() < self.n):
             found = f"{positions.min()} to {positions.max()}"
             raise IndexError(f"positions: found {found}, expected 0 to {self.n - 1}")
-        keys = self._keys
-        if passes is not None:
-            drift = passes.astype(np.uint64) * _GOLDEN
+        keys, many = self._keys, False
+        if passes is not None and len(passes):
+            # In a large part they are mostly one.
+            many = bool((passes != passes[0]).any())
+            drift = (passes if many else passes[:1]).astype(np.uint64) * _GOLDEN
             keys = [self.scramble(drift + key) for key in keys]
         values = self._encrypt(positions.astype(np.uint64), keys)
         outside = np.flatnonzero(values >= self.n)
         while len(outside):
-            part = keys if passes is None else [key[outside] for key in keys]
+            part = [key[outside] for key in keys] if many else keys
             again = self._encrypt(values[outside], part)
             values[outside] = again
             outside = outside[again >= self.n]
@@ -120,6 +122,7 @@ class Chunks:
         """`compute(start, stop)` gives a slice of `length` numbers."""
         self._compute, self._length = compute, length
         self._start = self._stop = 0
+        self._size = _FIRST_CHUNK
         self._kept: Indices = np.empty(0, dtype=np.int64)
 
     def __call__(self, start: int, stop: int) -> Indices:
@@ -127,6 +130,7 @@ class Chunks:
         if self._start <= start and stop <= self._stop:
             return self._kept[start - self._start : stop - self._start]
         # A rank asks for the same part of each step, so the piece begins where it asks.
-        self._start, self._stop = start, min(self._length, max(stop, start + _CHUNK))
+        self._start, self._stop = start, min(self._length, max(stop, start + self._size))
+        self._size = min(_CHUNK, 4 * self._size)
         self._kept = self._compute(self._start, self._stop)
         return self._kept[: stop - start]

@@ -213,7 +213,7 @@ class Multiplied(Feistel):
 
 def test_the_tests_fail_with_two_rounds() -> None:
     assert differences(two_rounds, 10**9, 1024) > 20 * Z
-    assert places(two_rounds, 16) > 10 * Z
+    assert places(two_rounds, 37) > 10 * Z
 
 
 def test_the_tests_fail_with_a_hash_that_only_multiplies() -> None:
@@ -255,7 +255,7 @@ def test_steps_that_follow_each_other_share_a_chunk() -> None:
     chunks = Chunks(compute, 1 << 40)
     for step in range(1000):
         chunks(step * 64, step * 64 + 16)
-    assert len(calls) < 6
+    assert len(calls) < 10
 
 
 def test_auto_is_a_matter_of_the_length_alone() -> None:
