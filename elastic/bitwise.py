@@ -11,9 +11,9 @@ all, so that its optimizer leaves it alone, as in plain torch.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from elastic.tree import Node, merges, nodes_of, owned, siblings
 from elastic.world import World
 
 __all__ = ["TreeReducer"]
+
+_T = TypeVar("_T")
 
 _ALIGN: Final = 16
 """Each parameter begins at a multiple of this many elements, as kernels like it."""
@@ -96,6 +98,10 @@ class TreeReducer:
             self._flat.give_back(buffer)
             node, buffer = Node(older.first, 2 * older.size), into
         self._tree.append((node, buffer))
+
+    def forward(self, call: Callable[[nn.Module], _T]) -> _T:
+        """Run a loss on the model."""
+        return call(self.model)
 
     def backward(self, term: Tensor, *, loss: Tensor | float, count: Tensor | float) -> None:
         """Add the gradient of `term`, and the shard's numbers in float64."""

@@ -7,13 +7,11 @@ that best and patience survive any fault; an epoch's end is done once.
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from elastic.agreement import REQUEST_SLOTS
 from elastic.arithmetic import (
@@ -32,15 +30,16 @@ from elastic.evaluate import Evaluation
 from elastic.identity import compare_ranks, fingerprint_dataset
 from elastic.loader import Loader, StepBatch, count_samples
 from elastic.options import Settings
+from elastic.phases import Phase, Schedules, by_phase, make_optimizers, make_scaler, phases_of
 from elastic.reduce import PlainReducer, Reducer
 from elastic.sampler import Plan
 from elastic.saving import Clocked, is_due, is_due_at_epoch_end
 from elastic.seeding import kept_random_state, seed_all
 from elastic.shards import ShardBuffers
-from elastic.step import Phase, Stepper, autocast, phases_of
+from elastic.step import Stepper, autocast
 from elastic.tree import owned
 from elastic.weights import model_fingerprint
-from jobs.job import Job
+from jobs.job import Job, Optimizers
 
 __all__ = ["Training"]
 
@@ -71,15 +70,16 @@ class Training:
         run.keep_best = settings.eval.keep_best
         seed_all(train.seed, run.device)
         model = job.model().to(run.device)
-        optimizer = self._optimizer(model)
+        optimizer = make_optimizers(job, model)
+        phases = phases_of(job, optimizer)
         self._identify(dataset, model, optimizer)
         run.claim()
-        self._schedule = self._scheduler(optimizer)
-        scaler = torch.amp.GradScaler(run.device.type) if train.precision == "fp16" else None
+        self._schedules = Schedules(job.scheduler(optimizer, self._total_steps()))
+        scaler = make_scaler(optimizer, train.precision, run.device)
         run.attach(
             model=model,
             optimizer=optimizer,
-            scheduler=self._schedule,
+            scheduler=self._schedules.given,
             scaler=scaler,
             job=job,
         )
@@ -87,7 +87,6 @@ class Training:
         self.model = model
         if self._bitwise:
             self._check_machines()
-        phases = phases_of(job, optimizer)
         self._buffers: ShardBuffers | None = None
         if train.logical_shards is not None:
             self._buffers = ShardBuffers(model, run.world, train.logical_shards)
@@ -142,12 +141,12 @@ class Training:
                 run.records.audit(run.progress, [i for m in batch.micro_batches for i in m.indices])
                 request = run.request(evaluate=self._eval_clock.due)
                 result = self._stepper.run(run.step + 1, batch, request)
-                self._advance_schedule("step")
+                self._schedules.advance("step")
                 run.count(
                     batch.size,
                     loss=result.loss,
                     skipped=result.skipped,
-                    values={"lr": result.lr, "grad_norm": result.grad_norm},
+                    values={"lr": result.lr, "grad_norm": result.grad_norm, **result.named},
                 )
                 if self._hooks_steps:
                     self._hook(self.job.on_step)
@@ -163,7 +162,7 @@ class Training:
         due = is_due_at_epoch_end(self.settings.eval.every, epoch)
         if due or self.run.progress.evaluation_due:
             self._evaluate()
-        self._advance_schedule("epoch")
+        self._schedules.advance("epoch")
         self._hook(self.job.on_epoch)
 
     def _catch_up(self) -> None:
@@ -271,6 +270,7 @@ class Training:
             run.world,
             compiled=compiled,
             find_unused=train.find_unused_parameters,
+            phases=[phase.parameters for phase in phases],
             flags=REQUEST_SLOTS + 1 + (self._buffers.slots if self._buffers else 0),
             merges_buffers=self._buffers is not None,
         )
@@ -294,7 +294,7 @@ class Training:
         if run.is_primary and before is None:
             run.records.summarize("running", run.progress)
 
-    def _identify(self, dataset: Any, model: nn.Module, optimizer: Optimizer) -> None:
+    def _identify(self, dataset: Any, model: nn.Module, optimizer: Optimizers) -> None:
         train, run = self.settings.train, self.run
         own = self.job.fingerprint(dataset)
         parts = {
@@ -315,41 +315,17 @@ class Training:
             }
         )
 
-    def _bits(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _bits(self, optimizer: Optimizers) -> dict[str, Any]:
         """In bitwise mode what the bits depend on: other settings make another run."""
         if not self._bitwise:
             return {}
-        kernels = {"main": pin_optimizer(optimizer)}
+        kernels = {name: pin_optimizer(one) for name, one in by_phase(optimizer).items()}
         return identity(self.settings.train, threads=self._threads, kernels=kernels)
 
-    def _optimizer(self, model: nn.Module) -> Optimizer:
-        optimizer = self.job.optimizer(model)
-        if not isinstance(optimizer, Optimizer):
-            raise StartError(
-                f"{type(self.job).__name__}.optimizer: found {type(optimizer).__name__}, expected "
-                "one torch Optimizer; several are not yet served by this version"
-            )
-        return optimizer
-
-    def _scheduler(self, optimizer: Optimizer) -> Any:
+    def _total_steps(self) -> int:
         train = self.settings.train
         total = self.plan.steps * train.epochs
-        if train.max_steps is not None:
-            total = min(total, train.max_steps)
-        return self.job.scheduler(optimizer, total)
-
-    def _advance_schedule(self, unit: str) -> None:
-        """Step the scheduler if this is its unit: with each step, taken or skipped."""
-        schedule = self._schedule
-        if schedule is None:
-            return
-        scheduler, every = schedule if isinstance(schedule, tuple) else (schedule, "step")
-        if every != unit:
-            return
-        with warnings.catch_warnings():
-            # After a skipped first step torch complains about an order that is right here.
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
-            scheduler.step()
+        return total if train.max_steps is None else min(total, train.max_steps)
 
 
 def _threads(local_world_size: int) -> int:

@@ -6,7 +6,7 @@ The tree of `capture` holds live tensors (copy them before the next step) under 
     model_extra     what else the model's state holds; only where it does
     optimizer       name ("main" where there is one) -> groups with their constants, moments
     scheduler       name -> its state and constants
-    scaler          state and constants of the gradient scaler, or None
+    scaler          name -> state and constants of each gradient scaler, or None
     job             the job's own state, or None
     others          name -> state of whatever else was attached
 
@@ -66,8 +66,8 @@ class TrainState:
         self._optimizers: dict[str, Optimizer] = {}
         self._schedules: dict[str, Schedule] = {}
         self._driven: dict[str, str] = {}
-        self._scaler: Stateful | None = None
-        self._built_scaler: dict[str, Any] = {}
+        self._scalers: dict[str, Stateful] = {}
+        self._built_scalers: dict[str, dict[str, Any]] = {}
         self._job: Stateful | None = None
         self._others: dict[str, Stateful] = {}
 
@@ -78,7 +78,7 @@ class TrainState:
         model: nn.Module,
         optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
         scheduler: Drivers | Mapping[str, Drivers] | None = None,
-        scaler: Stateful | None = None,
+        scaler: Stateful | Mapping[str, Stateful] | None = None,
         job: object = None,
         **others: Stateful,
     ) -> None:
@@ -88,7 +88,7 @@ class TrainState:
             model: Wrapped or not.
             optimizer: One, or several by name.
             scheduler: One, `(scheduler, "epoch")` where it is stepped by epoch, or several by name.
-            scaler: A gradient scaler.
+            scaler: A gradient scaler, or several by name.
             job: Its state is kept where it has `state_dict` and `load_state_dict`.
             others: Anything else with these two.
 
@@ -108,8 +108,8 @@ class TrainState:
         self._model = model
         self._optimizers = _by_name(optimizer)
         self._attach_schedules({n: _driver(n, d) for n, d in _by_name(scheduler).items()})
-        self._scaler = scaler
-        self._built_scaler = plain(scaler.state_dict()) if scaler is not None else {}
+        self._scalers = _by_name(scaler)
+        self._built_scalers = {n: plain(s.state_dict()) for n, s in self._scalers.items()}
         self._job = job if _is_stateful(job) else None  # type: ignore[assignment]
         self._others = dict(others)
 
@@ -156,10 +156,13 @@ class TrainState:
             for driver in (n for n, of in self._driven.items() if of == name):
                 entry = captured[_label("scheduler", driver)]
                 tree["scheduler"][driver] = {"optimizer": name, **entry}
-        tree["scaler"] = None
-        if self._scaler is not None:
-            current = plain(self._scaler.state_dict())
-            tree["scaler"] = {"current": current, "at_construction": plain(self._built_scaler)}
+        tree["scaler"] = {
+            name: {
+                "current": plain(scaler.state_dict()),
+                "at_construction": plain(self._built_scalers[name]),
+            }
+            for name, scaler in self._scalers.items()
+        } or None
         tree["job"] = None if self._job is None else self._job.state_dict()
         tree["others"] = {name: thing.state_dict() for name, thing in self._others.items()}
         return tree
@@ -195,7 +198,7 @@ class TrainState:
             )
         load_model(model, tree["model"], strict=True, extra=tree.get("model_extra"))
         notes = self._restore_optimizers(tree, {"step": steps, "epoch": epochs})
-        notes += self._restore_scaler(tree.get("scaler"))
+        notes += self._restore_scalers(tree.get("scaler") or {})
         notes += self._restore_others(tree)
         unknown = [key for key in tree if key not in _KEYS]
         return notes + [f"{key}: in the checkpoint, not known here; left aside" for key in unknown]
@@ -227,21 +230,17 @@ class TrainState:
             for name in gone
         ]
 
-    def _restore_scaler(self, saved: Mapping[str, Any] | None) -> list[str]:
-        was, now = (saved["at_construction"], saved["current"]) if saved else ({}, {})
-        if self._scaler is None or not self._built_scaler:
-            return ["scaler: in the checkpoint, not attached; left aside"] if now else []
-        if not now:
-            self._scaler.load_state_dict(plain(self._built_scaler))
-            return ["scaler: not in the checkpoint; it begins anew"]
-        state = merge(self._built_scaler, was, now)
-        state |= {key: now[key] for key in _SCALER_POSITION if key in now}
-        self._scaler.load_state_dict(state)
-        return [
-            tell_change(f"scaler.{key}", was[key], built)
-            for key, built in self._built_scaler.items()
-            if key in was and key not in _SCALER_POSITION and not same(was[key], built)
+    def _restore_scalers(self, saved: Mapping[str, Any]) -> list[str]:
+        gone = [name for name in saved if name not in self._scalers and saved[name]["current"]]
+        notes = [
+            f"{_label('scaler', name)}: in the checkpoint, not attached; left aside"
+            for name in gone
         ]
+        for name, scaler in self._scalers.items():
+            built = self._built_scalers[name]
+            if built:  # else it is switched off
+                notes += _restore_scaler(_label("scaler", name), scaler, built, saved.get(name))
+        return notes
 
     def _restore_others(self, tree: Mapping[str, Any]) -> list[str]:
         notes: list[str] = []
@@ -288,6 +287,23 @@ class TrainState:
 
 
 # ------------------------------------------------------------------------------------------- the rest
+def _restore_scaler(
+    label: str, scaler: Stateful, built: Mapping[str, Any], saved: Mapping[str, Any] | None
+) -> list[str]:
+    was, now = (saved["at_construction"], saved["current"]) if saved else ({}, {})
+    if not now:
+        scaler.load_state_dict(plain(built))
+        return [f"{label}: not in the checkpoint; it begins anew"]
+    state = merge(built, was, now)
+    state |= {key: now[key] for key in _SCALER_POSITION if key in now}
+    scaler.load_state_dict(state)
+    return [
+        tell_change(f"{label}.{key}", was[key], value)
+        for key, value in built.items()
+        if key in was and key not in _SCALER_POSITION and not same(was[key], value)
+    ]
+
+
 def _label(kind: str, name: str) -> str:
     return kind if name == _MAIN else f"{kind}.{name}"
 

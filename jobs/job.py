@@ -145,8 +145,10 @@ class Job(abc.ABC):
         """The phases of a step in order, each a loss with the optimizer of that name; None: `loss`."""
         return None
 
-    def scheduler(self, optimizer: Optimizers, total_steps: int) -> Schedule | None:
-        """A scheduler, stepped after each step; `(scheduler, "epoch")`: after each epoch."""
+    def scheduler(
+        self, optimizer: Optimizers, total_steps: int
+    ) -> Schedule | Mapping[str, Schedule] | None:
+        """A scheduler, stepped after each step; `(scheduler, "epoch")`: after each epoch; several by name."""
         return None
 
     def to_device(self, batch: Any, device: torch.device) -> Any:

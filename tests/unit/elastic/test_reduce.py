@@ -7,19 +7,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic.reduce import PlainReducer, Turn, forward_reads_buffers
+from elastic.reduce import PlainReducer, Turn, forward_reads_buffers, frozen
 from elastic.world import World
 from tests.support.ranked import run_ranks, world_of
 
 
 class Net(nn.Module):
-    """Two layers, one of them not always used, and an attribute that a loss may ask for."""
+    """Two layers, one of them not always used, and a method that a loss may ask for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(2, 1, bias=False)
         self.spare = nn.Linear(2, 1, bias=False)
-        self.width = 2
         nn.init.ones_(self.first.weight)
         nn.init.ones_(self.spare.weight)
 
@@ -36,6 +35,11 @@ def gradient(net: Net) -> Any:
     return None if found is None else found.tolist()
 
 
+def forward(reducer: PlainReducer, x: Tensor, **kwargs: Any) -> Tensor:
+    found: Tensor = reducer.forward(lambda model: model(x, **kwargs).sum())
+    return found
+
+
 LAST, FIRST = Turn(shard=0), Turn(shard=0, closes=False, last=False)
 
 
@@ -47,30 +51,29 @@ def exercise(world: World) -> dict[str, Any]:
     if rank:
         nn.init.zeros_(net.first.weight)  # the primary's weights are everybody's
     reducer = PlainReducer(net, world, compiled=None, find_unused=False)
-    model: Any = reducer.model
     found["weights"] = net.first.weight.tolist()
-    found["attributes"] = (model.width, float(model.penalty().detach()))
+    found["model"] = reducer.model is net
     mine = torch.full((1, 2), rank + 1.0)
 
     reducer.begin(0, [0.0, rank, 1.0])
     with reducer.turn(LAST):
-        reducer.backward(model(mine).sum(), loss=2.0**24 - 1, count=4097.0)
+        reducer.backward(forward(reducer, mine), loss=2.0**24 - 1, count=4097.0)
     totals = reducer.finish()
     found["sum"] = (gradient(net), totals.loss, totals.count, totals.flags)
 
     net.zero_grad(set_to_none=True)
     reducer.begin(0, [])
     with reducer.turn(FIRST):
-        reducer.backward(model(mine).sum(), loss=torch.tensor(0.5), count=torch.tensor(2))
+        reducer.backward(forward(reducer, mine), loss=torch.tensor(0.5), count=torch.tensor(2))
     with reducer.turn(LAST):
-        reducer.backward(model(10 * mine).sum(), loss=torch.tensor(0.5), count=torch.tensor(3))
+        reducer.backward(forward(reducer, 10 * mine), loss=torch.tensor(0.5), count=torch.tensor(3))
     totals = reducer.finish()
     found["accumulated"] = (gradient(net), totals.loss, totals.count)
 
     net.zero_grad(set_to_none=True)
     reducer.begin(0, [2.0**20])
     with reducer.turn(LAST):
-        spoiled = model(mine).sum() * (math.nan if rank == world.world_size - 1 else 1.0)
+        spoiled = forward(reducer, mine) * (math.nan if rank == world.world_size - 1 else 1.0)
         reducer.backward(spoiled, loss=spoiled.item(), count=7.0)
     totals = reducer.finish()
     found["nan"] = [str(totals.loss), totals.count, totals.flags]
@@ -78,10 +81,18 @@ def exercise(world: World) -> dict[str, Any]:
     net.zero_grad(set_to_none=True)
     reducer.begin(0, [])
     with reducer.turn(LAST):
-        first = model(mine).sum()
-        reducer.backward(first + model(mine).sum(), loss=3.0, count=1.0)
+        twice = reducer.forward(lambda model: model(mine).sum() + model(mine).sum())
+        reducer.backward(twice, loss=3.0, count=1.0)
     found["two forwards"] = (gradient(net), reducer.finish().loss)
+
+    net.zero_grad(set_to_none=True)
+    reducer.begin(0, [])
+    with reducer.turn(LAST):
+        parts: Any = reducer.forward(lambda model: (model.penalty() + model.spare(mine).sum(), 7))
+        reducer.backward(parts[0], loss=3.0, count=1.0)
+    found["parts"] = (gradient(net), reducer.finish().loss, parts[1])
     found["unused"] = exercise_unused(world)
+    found["phases"] = exercise_phases(world)
     found["codes"], found["own statistics"] = send_buffers(world)
     return found
 
@@ -89,16 +100,35 @@ def exercise(world: World) -> dict[str, Any]:
 def exercise_unused(world: World) -> Any:
     net = Net()
     reducer = PlainReducer(net, world, compiled=None, find_unused=True)
-    model: Any = reducer.model
     results = []
     for spare in (False, True):
         net.zero_grad(set_to_none=True)
         reducer.begin(0, [])
         with reducer.turn(LAST):
-            loss = model(torch.full((1, 2), world.rank + 1.0), spare=spare).sum()
+            x = torch.full((1, 2), world.rank + 1.0)
+            loss = forward(reducer, x, spare=spare)
             reducer.backward(loss, loss=1.0, count=1.0)
         results.append((gradient(net), reducer.finish().loss))
     return results
+
+
+def exercise_phases(world: World) -> Any:
+    """Two phases over one loss: each gives its own parameters a gradient and the other's none."""
+    net = Net()
+    parts = [list(net.first.parameters()), list(net.spare.parameters())]
+    reducer = PlainReducer(net, world, compiled=None, find_unused=False, phases=parts)
+    found = []
+    for _ in range(2):
+        for phase, other in ((0, 1), (1, 0)):
+            net.zero_grad(set_to_none=True)
+            reducer.begin(phase, [1.0])
+            with frozen(parts[other]), reducer.turn(LAST):
+                loss = forward(reducer, torch.full((1, 2), world.rank + 1.0))
+                reducer.backward(loss, loss=1.0 + phase, count=1.0)
+            totals = reducer.finish()
+            grads = [None if p.grad is None else p.grad.tolist() for p in net.parameters()]
+            found.append((grads, totals.loss, totals.flags))
+    return found
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -119,8 +149,10 @@ def test_weights_are_the_primarys(worlds: list[dict[str, Any]]) -> None:
     assert worlds[0]["weights"] == [[1.0, 1.0]]
 
 
-def test_wrapped_model_has_the_plain_ones_attributes(worlds: list[dict[str, Any]]) -> None:
-    assert worlds[0]["attributes"] == (2, 2.0)
+def test_loss_is_given_the_plain_model_and_may_use_its_parts(worlds: list[dict[str, Any]]) -> None:
+    size = float(len(worlds))
+    assert worlds[0]["model"]
+    assert worlds[0]["parts"] == ([[size, size]], 3.0 * size, 7)
 
 
 def test_gradients_and_control_numbers_are_summed_and_never_divided(
@@ -161,6 +193,14 @@ def test_parameters_that_a_step_does_not_use_are_found(worlds: list[dict[str, An
     assert worlds[0]["unused"] == [([[total, total]], float(len(worlds)))] * 2
 
 
+def test_each_phase_sums_its_own_parameters_and_no_others(worlds: list[dict[str, Any]]) -> None:
+    size = len(worlds)
+    total = [[float(sum(range(1, size + 1)))] * 2]
+    first = ([total, None], 1.0 * size, (float(size),))
+    second = ([None, total], 2.0 * size, (float(size),))
+    assert worlds[0]["phases"] == [first, second] * 2
+
+
 def test_control_numbers_before_a_backward_are_refused(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -173,18 +213,14 @@ def test_control_numbers_before_a_backward_are_refused(
         with pytest.raises(ValueError, match=message):
             reducer.finish()
         with reducer.turn(LAST):
-            reducer.backward(net(torch.ones(1, 2)).sum(), loss=5.0, count=1.0)
+            reducer.backward(forward(reducer, torch.ones(1, 2)), loss=5.0, count=1.0)
         assert reducer.finish().loss == 5.0
         reducer.begin(0, [])
         with pytest.raises(ValueError, match=message):
             reducer.finish()
-        with pytest.raises(
-            ValueError, match=r"^phase: found 1, expected 0: DDP reduces one phase$"
-        ):
-            reducer.begin(1, [])
 
 
-def frozen() -> nn.Module:
+def frozen_norm() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].eval()
     return model
@@ -204,7 +240,7 @@ class Codebook(nn.Module):
         (nn.Sequential(nn.Conv2d(1, 2, 3), nn.SyncBatchNorm(2)), False),
         (nn.InstanceNorm1d(2, track_running_stats=True), False),
         (nn.BatchNorm1d(2, track_running_stats=False), False),
-        (frozen(), True),
+        (frozen_norm(), True),
         (nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), True),
         (nn.Sequential(nn.BatchNorm1d(2), Codebook()), True),
     ],
@@ -227,7 +263,7 @@ def send_buffers(world: World) -> Any:
         buffer.fill_(world.rank + 1.0)
         reducer.begin(0, [])
         with reducer.turn(LAST):
-            loss = reducer.model(torch.tensor([[1.0], [2.0]]) * (world.rank + 1)).sum()
+            loss = forward(reducer, torch.tensor([[1.0], [2.0]]) * (world.rank + 1))
             reducer.backward(loss, loss=1.0, count=1.0)
         found.append(buffer.tolist())
     return found
