@@ -231,14 +231,15 @@ class TrainState:
         ]
 
     def _restore_scalers(self, saved: Mapping[str, Any]) -> list[str]:
-        gone = [name for name in saved if name not in self._scalers and saved[name]["current"]]
+        # One that is switched off has no state, and takes none.
+        gone = [n for n in saved if saved[n]["current"] and not self._built_scalers.get(n)]
         notes = [
             f"{_label('scaler', name)}: in the checkpoint, not attached; left aside"
             for name in gone
         ]
         for name, scaler in self._scalers.items():
             built = self._built_scalers[name]
-            if built:  # else it is switched off
+            if built:
                 notes += _restore_scaler(_label("scaler", name), scaler, built, saved.get(name))
         return notes
 
