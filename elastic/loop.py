@@ -22,6 +22,7 @@ from elastic.arithmetic import (
     identity,
     pin_optimizer,
 )
+from elastic.average import Average
 from elastic.bitwise import TreeReducer
 from elastic.core import Run
 from elastic.draws import draws_of
@@ -76,12 +77,14 @@ class Training:
         run.claim()
         self._schedules = Schedules(job.scheduler(optimizer, self._total_steps()))
         scaler = make_scaler(optimizer, train.precision, run.device)
+        self._average = None if train.ema is None else Average(model, train.ema)
         run.attach(
             model=model,
             optimizer=optimizer,
             scheduler=self._schedules.given,
             scaler=scaler,
             job=job,
+            ema=self._average,
         )
         run.restore(lambda: job.initialize(model))
         self.model = model
@@ -141,6 +144,8 @@ class Training:
                 run.records.audit(run.progress, [i for m in batch.micro_batches for i in m.indices])
                 request = run.request(evaluate=self._eval_clock.due)
                 result = self._stepper.run(run.step + 1, batch, request)
+                if self._average is not None and not result.skipped:
+                    self._average.update()
                 self._schedules.advance("step")
                 run.count(
                     batch.size,
@@ -183,7 +188,8 @@ class Training:
         if self._evaluation is None:
             run.progress.evaluation_due = False
             return
-        with run.records.spend("eval"):
+        shown = contextlib.nullcontext() if self._average is None else self._average.shown()
+        with run.records.spend("eval"), shown:
             if self._buffers is None:
                 run.world.broadcast_tensors(list(self.model.buffers()))
             metrics = self._evaluation.run(self.model, leaving=run.told_to_leave)

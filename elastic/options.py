@@ -82,7 +82,7 @@ class TrainOptions:
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """What to do where a loss or a gradient is not finite, agreed by all ranks."""
     ema: float | None = None
-    """Decay of an average of the weights kept beside them."""
+    """Decay of an average of the weights, kept beside them and used by evaluations; from the first weights on, no warm-up."""
     logical_shards: int | None = None
     """Fixed slices of the global batch: dropout and BatchNorm then belong to a slice, whatever the number of ranks."""
     reproducible: Literal["off", "bitwise"] = "off"
@@ -101,6 +101,8 @@ class TrainOptions:
         in_range = 0 <= self.seed <= _LARGEST_SEED
         _require("seed", self.seed, f"0 to {_LARGEST_SEED}", holds=in_range)
         _positive("grad_clip", self.grad_clip)
+        holds = self.ema is None or 0 <= self.ema < 1
+        _require("ema", self.ema, "a decay from 0 up to 1, such as 0.999", holds=holds)
         _at_least("threads", self.threads, 1)
         _at_least("logical_shards", self.logical_shards, 1)
         if self.logical_shards is not None and self.logical_shards > self.global_batch_size:
@@ -113,7 +115,6 @@ class TrainOptions:
             )
         delays = math.isfinite(self.step_delay) and self.step_delay >= 0
         _require("step_delay", self.step_delay, "seconds, 0 or more", holds=delays)
-        _not_yet("ema", self.ema, asked=self.ema is not None)
         _not_yet(
             "on_nonfinite",
             self.on_nonfinite,
