@@ -116,21 +116,24 @@ class Feistel:
 
 
 class Chunks:
-    """Any slice of a sequence that is worked out in pieces; the last piece is kept, since slices follow each other."""
+    """Any slice of a sequence that is worked out in pieces.
+
+    The last two pieces are kept: slices follow each other, and who fetches ahead for loader workers is a piece before who trains.
+    """
 
     def __init__(self, compute: Callable[[int, int], Indices], length: int) -> None:
         """`compute(start, stop)` gives a slice of `length` numbers."""
         self._compute, self._length = compute, length
-        self._start = self._stop = 0
         self._size = _FIRST_CHUNK
-        self._kept: Indices = np.empty(0, dtype=np.int64)
+        self._kept: list[tuple[int, Indices]] = []
 
     def __call__(self, start: int, stop: int) -> Indices:
         """The numbers of [start, stop)."""
-        if self._start <= start and stop <= self._stop:
-            return self._kept[start - self._start : stop - self._start]
+        for first, values in self._kept:
+            if first <= start and stop <= first + len(values):
+                return values[start - first : stop - first]
         # A rank asks for the same part of each step, so the piece begins where it asks.
-        self._start, self._stop = start, min(self._length, max(stop, start + self._size))
+        values = self._compute(start, min(self._length, max(stop, start + self._size)))
         self._size = min(_CHUNK, 4 * self._size)
-        self._kept = self._compute(self._start, self._stop)
-        return self._kept[: stop - start]
+        self._kept = [*self._kept[-1:], (start, values)]
+        return values[: stop - start]

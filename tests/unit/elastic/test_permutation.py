@@ -245,7 +245,7 @@ def test_slices_are_slices_of_one_sequence_whatever_was_asked_before(data: st.Da
     assert all(stop <= length for _, stop in calls)
 
 
-def test_steps_that_follow_each_other_share_a_chunk() -> None:
+def test_steps_that_follow_each_other_share_a_chunk_and_so_do_those_fetched_ahead() -> None:
     calls: list[int] = []
 
     def compute(start: int, stop: int) -> Indices:
@@ -254,8 +254,9 @@ def test_steps_that_follow_each_other_share_a_chunk() -> None:
 
     chunks = Chunks(compute, 1 << 40)
     for step in range(1000):
-        chunks(step * 64, step * 64 + 16)
-    assert len(calls) < 10
+        for ahead in (30_000, 0):
+            chunks(step * 64 + ahead, step * 64 + ahead + 16)
+    assert len(calls) < 20
 
 
 def test_auto_is_a_matter_of_the_length_alone() -> None:
