@@ -94,15 +94,16 @@ class ShardBuffers:
     def enter(self, turn: Turn) -> None:
         """Before a forward: a shard begins with what the step began with."""
         if turn.opens and self._rows:
-            for place in self._norms:
-                place.now.copy_(place.base)
+            self._restore(self._norms)
+            self._restore([place for place in self._others if place.is_changed])
 
     @torch.no_grad()
     def leave(self, turn: Turn, samples: int) -> None:
-        """After a forward: keep what the shard made of the buffers; without samples it does not count."""
+        """After a forward: keep what the shard made of the buffers; without samples it does not count.
+
+        Nothing is written here: the backward may yet look at the buffers.
+        """
         if not samples:
-            for place in self._norms + [other for other in self._others if other.is_changed]:
-                place.restore()
             return
         self._samples[turn.shard] = self._samples.get(turn.shard, 0) + samples
         if not turn.closes:
@@ -112,7 +113,6 @@ class ShardBuffers:
             if place.is_changed:
                 row[len(self._norms) + number] = place.now.clone()
                 self.flags[number] = 1.0
-                place.restore()
         self._rows[turn.shard] = row
 
     @torch.no_grad()
@@ -120,6 +120,8 @@ class ShardBuffers:
         """Merge the shards' buffers; `changed` are the flags summed over the ranks. Collective."""
         numbers = [*range(len(self._norms))]
         numbers += [len(self._norms) + number for number, count in enumerate(changed) if count]
+        # Where only a forward without samples has changed something, nothing has changed.
+        self._restore([place for place in self._others if place.is_changed])
         if not numbers:
             return
         every = self._norms + self._others
@@ -147,6 +149,11 @@ class ShardBuffers:
             place.note()
         for place in merged[len(self._norms) :]:
             place.base.copy_(place.now)
+
+    @staticmethod
+    def _restore(places: Sequence[_Place]) -> None:
+        for place in places:
+            place.restore()
 
     def _gather(
         self, numbers: Sequence[int], every: Sequence[_Place]
