@@ -75,6 +75,8 @@ class Generation:
         self.epoch_samples: int | None = None
         """Samples that an epoch uses; the loader knows."""
         self.keep_best = 0
+        self.accepted: list[str] = []
+        """Differences to the run's identity that `run.accept` lets through, a line for each."""
         self._run_id = ""
         self._model: nn.Module | None = None
         self._claim: Claim | None = None
@@ -119,8 +121,8 @@ class Generation:
         """
         self._session.slot.beat(0, "check")
         found = resume.agree_on_run(self.world, self.store, identity, self._setup.accept)
-        self._run_id, notes = found
-        self.tell(notes)
+        self._run_id, self.accepted = found
+        self.tell(self.accepted)
 
     def claim(self) -> None:
         """Claim the next generation. Collective.
@@ -295,6 +297,11 @@ class Generation:
         if self.is_primary:
             for note in notes:
                 logger.info("%s", note)
+
+    def warn(self, note: str) -> None:
+        """Say something loudly, once, on the primary."""
+        if self.is_primary:
+            logger.warning("%s", note)
 
     def write_fault(self, fault: Fault, *, failed: bool) -> None:
         """Write a fault of this generation down, once it is claimed. Any rank."""

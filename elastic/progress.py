@@ -7,11 +7,14 @@ its end (evaluation, schedule, best) is not; `(e + 1, 0)` means that the end is 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from checkpoints.errors import RecordError
 
 __all__ = ["Best", "Progress"]
+
+_ADDED: Final = frozenset({"arithmetic", "bits_until"})
+"""Counters that checkpoints of the first version do not have."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,6 +50,10 @@ class Progress:
     """Of the last evaluation."""
     stopped: str | None = None
     """Why the run ended early on purpose."""
+    arithmetic: dict[str, str] | None = None
+    """In bitwise mode: the releases and the kind of processor that the run began with."""
+    bits_until: int | None = None
+    """In bitwise mode: the last step whose bits are promised; None: all are."""
 
     @property
     def best(self) -> Best | None:
@@ -122,8 +129,8 @@ class Progress:
             RecordError: A counter is missing or unknown.
         """
         known = {f.name for f in fields(cls)}
-        if set(tree) != known:
-            wrong = ", ".join(sorted(set(tree) ^ known))
+        wrong = ", ".join(sorted((set(tree) ^ known) - _ADDED | (set(tree) - known)))
+        if wrong:
             raise RecordError(f"progress: found other keys than this version's ({wrong})")
         bests: Sequence[Mapping[str, Any]] = tree["bests"]
         return cls(**{**tree, "bests": [Best(**best) for best in bests]})

@@ -194,6 +194,7 @@ class Records:
             now=now,
             weights_sha256=weights_sha256,
             faults=[fault.to_json() for fault in self._faults],
+            bits_until=progress.bits_until,
         )
         try:
             summary.write(self._store, content)

@@ -295,8 +295,8 @@ def test_a_parameter_that_left_its_group_is_refused_by_name() -> None:
     ("attach", "message"),
     [
         (
-            lambda s, m: s.attach(model=m, ema=3),
-            r"^attach: ema: found int, expected something with",
+            lambda s, m: s.attach(model=m, extra=3),
+            r"^attach: extra: found int, expected something with",
         ),
         (
             lambda s, m: s.attach(
