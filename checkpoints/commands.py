@@ -17,12 +17,12 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from checkpoints import reader
-from checkpoints.buffers import STATE
 from checkpoints.catalog import Catalog, Inventory, split_address
 from checkpoints.errors import CheckpointError, DamagedError, NoCheckpointError, OptionError
 from checkpoints.layout import RUN, CheckpointName, Manifest
 from checkpoints.policy import newest_first
 from checkpoints.redaction import is_secret_name, redact, secret_values
+from checkpoints.staging import STATE
 from checkpoints.store import open_store
 
 if TYPE_CHECKING:

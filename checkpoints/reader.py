@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from checkpoints.buffers import STATE, STATE_FORMAT
 from checkpoints.errors import DamagedError, NoCheckpointError, ObjectMissingError, RecordError
 from checkpoints.layout import MANIFEST_LIMIT_BYTES, Manifest, is_void
 from checkpoints.serialization import (
@@ -27,6 +26,7 @@ from checkpoints.serialization import (
     join,
     new_tensor,
 )
+from checkpoints.staging import STATE, STATE_FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -20,7 +20,7 @@ from checkpoints.layout import FileEntry, Manifest, PartSum, is_void
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from checkpoints.buffers import Snapshot
+    from checkpoints.snapshots import Snapshot
     from checkpoints.store import Store
 
 logger = logging.getLogger(__name__)
