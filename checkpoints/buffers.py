@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Final
 from checkpoints import snapshots
 from checkpoints.copier import DeviceCopy, pin, unpin
 from checkpoints.errors import CheckpointError
+from checkpoints.frozen import Watch
 from checkpoints.segments import Segment, segment_path
 from checkpoints.serialization import tensor_view
 from checkpoints.snapshots import Plan, Snapshot, StagedFile
 from checkpoints.staging import Tables, check_info, plan_files
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -136,11 +137,18 @@ class Slot:
 class Filling:
     """A snapshot on its way: begun, copied, finished."""
 
-    def __init__(self, slot: Slot, plan: Plan, snapshot: Snapshot, copy: DeviceCopy) -> None:
+    def __init__(
+        self,
+        slot: Slot,
+        plan: Plan,
+        snapshot: Snapshot,
+        copy: DeviceCopy,
+        look: Callable[[], None],
+    ) -> None:
         """Made by `Buffers.begin`."""
         self.slot = slot
         self.snapshot = snapshot
-        self._plan, self._copy = plan, copy
+        self._plan, self._copy, self._look = plan, copy, look
 
     def copy(self, *, known: CheckpointName | None = None) -> Snapshot:
         """Copy the still tensors; the snapshot is whole when this returns. Any thread, once.
@@ -150,6 +158,7 @@ class Filling:
         """
         try:
             self._copy.run()
+            self._look()
             snapshots.seal(self.slot.memory.view(), self.snapshot, self._plan, known=known)
         except BaseException:
             self.slot.free()
@@ -179,6 +188,7 @@ class Buffers:
         self._numbers = 0
         self._lock = threading.Lock()
         self._tables: Tables | None = None
+        self._watch = Watch()
 
     @property
     def is_shared(self) -> bool:
@@ -227,7 +237,7 @@ class Buffers:
             CheckpointError: All slots hold snapshots that nobody released.
         """
         with self._lock:
-            tables = plan_files(tree, self._split_bytes, self._tables)
+            tables = plan_files(tree, self._split_bytes, self._tables, self._watch.seen)
             self._tables = tables
             plan = Plan.of(tables.sizes)
             checked = check_info(info, name)
@@ -242,7 +252,7 @@ class Buffers:
                 slot.free()
                 raise
             self._newest = weakref.ref(slot)
-            return Filling(slot, plan, snapshot, moved)
+            return Filling(slot, plan, snapshot, moved, lambda: self._look(slot, plan, tables))
 
     def _fill(
         self, slot: Slot, plan: Plan, tables: Tables, still: frozenset[int]
@@ -272,6 +282,19 @@ class Buffers:
             for name, (at, size) in plan.places.items()
         )
         return files, DeviceCopy(*later, pinned=slot.is_pinned)
+
+    def _look(self, slot: Slot, plan: Plan, tables: Tables) -> None:
+        """See which tensors do not change from snapshot to snapshot."""
+        if self._watch.is_done:
+            return
+        memory = slot.memory.view()
+        places = {}
+        for name, table in tables.files.items():
+            at, _ = plan.places[name]
+            for spec in table.header.tensors:
+                start = at + spec.offset
+                places[tables.keys[name], spec.name] = memory[start : start + spec.size_bytes]
+        self._watch.look(places)
 
     def _take(self, size_bytes: int) -> Slot:
         """A free slot that is large enough: best one that does not hold the newest snapshot."""

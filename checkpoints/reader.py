@@ -218,9 +218,11 @@ def read_index(store: Store, manifest: Manifest, entry: FileEntry) -> None:
     """
     name = where(manifest, entry)
     index = decode_state(_read_whole(store, manifest, entry), where=name)
-    files = {other.name for other in manifest.files}
+    files = {f"../{other.owner or manifest.name}/{other.name}" for other in manifest.files}
+    own = f"../{entry.owner or manifest.name}/"
     weights = index.get("weight_map")
-    if not isinstance(weights, dict) or not all(file in files for file in weights.values()):
+    paths = weights.values() if isinstance(weights, dict) else [None]
+    if not all(isinstance(p, str) and (p if "/" in p else own + p) in files for p in paths):
         raise DamagedError(f"{name}: found no map of tensors to the files of the checkpoint")
 
 

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from checkpoints import frozen
 from checkpoints.canonical import plain
 from checkpoints.errors import DamagedError, UnsupportedStateError
 from checkpoints.layout import Manifest
@@ -52,6 +53,8 @@ class Tables:
 
     files: Mapping[str, Table]
     texts: Mapping[str, bytes]
+    keys: Mapping[str, str]
+    """Of which key of the state each file of tensors is."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -60,13 +63,24 @@ class Tables:
         return sizes | {name: len(text) for name, text in self.texts.items()}
 
 
-def plan_files(tree: Mapping[str, object], split_bytes: int, before: Tables | None) -> Tables:
+def plan_files(
+    tree: Mapping[str, object],
+    split_bytes: int,
+    before: Tables | None,
+    seen: Mapping[str, frozenset[str]] | None = None,
+) -> Tables:
     """The files of a state; headers that fit are taken from the plan before.
+
+    Args:
+        tree: The state.
+        split_bytes: Files of tensors are split so that none is larger, where tensors allow it.
+        before: The plan of the snapshot before.
+        seen: By key, the tensors that were seen not to change; they get files of their own.
 
     Raises:
         UnsupportedStateError: Something in the state is neither tensor nor JSON.
     """
-    tensors, texts = _plan(tree, split_bytes)
+    tensors, texts, keys = _plan(tree, split_bytes, seen or {})
     files: dict[str, Table] = {}
     for name, table in tensors.items():
         shape = tuple((key, t.dtype, t.shape, t.layout) for key, t in table.items())
@@ -76,7 +90,7 @@ def plan_files(tree: Mapping[str, object], split_bytes: int, before: Tables | No
         else:
             start, header = encode_header(table)
         files[name] = Table(start=start, header=header, tensors=table, shape=shape)
-    return Tables(files=files, texts=texts)
+    return Tables(files=files, texts=texts, keys=keys)
 
 
 def check_info(info: Mapping[str, JSON], name: CheckpointName) -> dict[str, JSON]:
@@ -100,13 +114,14 @@ def _object(value: JSON) -> dict[str, JSON]:
 
 
 def _plan(
-    tree: Mapping[str, object], split_bytes: int
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, bytes]]:
-    """Which tensors go to which file, and the JSON files beside them."""
+    tree: Mapping[str, object], split_bytes: int, seen: Mapping[str, frozenset[str]]
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, bytes], dict[str, str]]:
+    """Which tensors go to which file, the JSON files beside them, and of which key each file is."""
     tables: dict[str, dict[str, Tensor]] = {}
     texts: dict[str, bytes] = {}
     skeletons: dict[str, JSON] = {}
     names: dict[str, JSON] = {}
+    keys: dict[str, str] = {}
     for key, state in tree.items():
         if not _KEY.fullmatch(key):
             raise UnsupportedStateError(
@@ -117,10 +132,11 @@ def _plan(
             _check_model(state, tensors)
         if not tensors and key != MODEL:
             continue
-        files = _divide(key, tensors, split_bytes)
+        files = _divide(key, tensors, split_bytes, seen.get(key, frozenset()))
         if files.keys() & tables.keys():
             raise UnsupportedStateError(f"{key!r}: found a second file of the name {key}")
         tables.update(files)
+        keys.update(dict.fromkeys(files, key))
         names[key] = list(files)
         if len(files) > 1:
             texts[f"{key}.safetensors.index.json"] = encode_index(files)
@@ -130,7 +146,7 @@ def _plan(
         "state": skeletons,
     }
     texts[STATE] = encode_state(state_document)
-    return tables, texts
+    return tables, texts, keys
 
 
 def _check_model(state: object, tensors: Mapping[str, Tensor]) -> None:
@@ -147,18 +163,24 @@ def _check_model(state: object, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _divide(
-    key: str, tensors: Mapping[str, Tensor], split_bytes: int
+    key: str, tensors: Mapping[str, Tensor], split_bytes: int, seen: frozenset[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a key in files of at most `split_bytes` (a larger tensor has its own)."""
-    groups: list[dict[str, Tensor]] = [{}]
-    filled = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if groups[-1] and filled + size > split_bytes:
+    """The tensors of a key in files of at most `split_bytes` (a larger tensor has its own).
+
+    What seems frozen is not mixed with the rest: a file in which nothing changed is not sent again.
+    """
+    groups: list[dict[str, Tensor]] = []
+    for some in frozen.part(tensors, seen):
+        if some or not groups:
             groups.append({})
-            filled = 0
-        groups[-1][name] = tensor
-        filled += size
+        filled = 0
+        for name, tensor in some.items():
+            size = tensor.numel() * tensor.element_size()
+            if groups[-1] and filled + size > split_bytes:
+                groups.append({})
+                filled = 0
+            groups[-1][name] = tensor
+            filled += size
     if len(groups) == 1:
         return {f"{key}.safetensors": groups[0]}
     return {
