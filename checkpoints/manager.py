@@ -21,7 +21,6 @@ from checkpoints import reader, writer
 from checkpoints.buffers import Buffers, Snapshot
 from checkpoints.catalog import Catalog, CheckpointInfo, split_address, told
 from checkpoints.errors import CheckpointError, DamagedError, NoCheckpointError, OptionError
-from checkpoints.layout import CheckpointName, Manifest
 from checkpoints.policy import newest_first, retained
 from checkpoints.retention import Retention
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from checkpoints.canonical import JSON
+    from checkpoints.layout import CheckpointName, Manifest
     from checkpoints.store import Store
 
 __all__ = ["CheckpointInfo", "CheckpointManager", "Snapshot", "split_address"]
@@ -126,7 +126,7 @@ class CheckpointManager:
                 snapshot,
                 part_bytes=self._part_bytes,
                 fence=self._fence,
-                base=self._base,
+                base=self._base or self._parent_of(snapshot),
             )
             snapshot.release()
             self.catalog.add(manifest)
@@ -140,6 +140,15 @@ class CheckpointManager:
                     error,
                 )
         return told(manifest)
+
+    def _parent_of(self, snapshot: Snapshot) -> Manifest | None:
+        """The checkpoint that the generation began from: it was verified when it was restored."""
+        if snapshot.parent is None or snapshot.parent in self._damaged:
+            return None
+        try:
+            return self.catalog.manifest(snapshot.parent)
+        except (NoCheckpointError, DamagedError):
+            return None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no commit is under way; False if that took longer than `timeout_s`."""
