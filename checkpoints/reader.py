@@ -29,7 +29,7 @@ from checkpoints.serialization import (
 from checkpoints.staging import STATE, STATE_FORMAT
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from torch import Tensor
 
@@ -105,8 +105,16 @@ def restore(
     return tree
 
 
-def verify_file(store: Store, manifest: Manifest, entry: FileEntry) -> None:
+def verify_file(
+    store: Store, manifest: Manifest, entry: FileEntry, tell: Callable[[int], None] | None = None
+) -> None:
     """Read every byte of one file, and its structure; needs no torch.
+
+    Args:
+        store: Where it is.
+        manifest: The checkpoint's.
+        entry: The file.
+        tell: Called with the size of each part of it that was verified, in any thread.
 
     Raises:
         DamagedError: It does not verify, or is not what its name says.
@@ -119,7 +127,7 @@ def verify_file(store: Store, manifest: Manifest, entry: FileEntry) -> None:
         return
     check_kind(manifest, entry)
     read_header(store, manifest, entry)
-    run_parts([VerifyOnly(store, manifest, entry)])
+    run_parts([VerifyOnly(store, manifest, entry)], tell)
 
 
 def verify(store: Store, manifest: Manifest) -> None:
@@ -293,7 +301,7 @@ class Load:
             self._starts.append(offset)
             offset += target.nbytes
 
-    def read_part(self, part: PartSum) -> None:
+    def read_part(self, part: PartSum, tell: Callable[[int], None] | None = None) -> None:
         """Read one part to its place and verify it.
 
         Raises:
@@ -308,6 +316,8 @@ class Load:
                 f"{where(self.manifest, self.entry)}: bytes {part.offset} to {end} do not verify:"
                 f" found xxh3_128 {digest.hexdigest()}, expected {part.xxh3_128}"
             )
+        if tell is not None:
+            tell(part.size)
 
     def _read_range(self, start: int, length: int, digest: xxhash.xxh3_128) -> None:
         name = object_name(self.manifest, self.entry)
@@ -370,18 +380,22 @@ class VerifyOnly(Load):
         digest.update(scratch)
 
 
-def run_parts(loads: Iterable[Load]) -> None:
+def run_parts(loads: Iterable[Load], tell: Callable[[int], None] | None = None) -> None:
     """Read and verify all parts of some files, several at a time.
+
+    Args:
+        loads: The files.
+        tell: Called with the size of each part that was verified, in any thread.
 
     Raises:
         DamagedError: The first part, in the order of the files, that does not verify.
     """
     tasks = [(load, part) for load in loads for part in load.entry.parts]
     if len(tasks) == 1:
-        tasks[0][0].read_part(tasks[0][1])
+        tasks[0][0].read_part(tasks[0][1], tell)
         return
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="restore") as pool:
-        futures = [pool.submit(load.read_part, part) for load, part in tasks]
+        futures = [pool.submit(load.read_part, part, tell) for load, part in tasks]
         try:
             for future in futures:
                 future.result()

@@ -187,7 +187,9 @@ class Store:
     def delete_temps(self, prefix: str) -> None:
         """Delete what killed writers left in a folder unseen; nobody may be writing there."""
         folder = prefix.rstrip("/")
-        self._ask("delete", check_name(folder), self._backend.delete_temps)(folder)
+        if folder:
+            check_name(folder)
+        self._ask("delete", folder, self._backend.delete_temps)(folder)
 
     # ------------------------------------------------------------------------------------- reading
     def get(self, name: str, *, limit_bytes: int | None = None) -> bytes:
