@@ -143,16 +143,23 @@ def segments_of(owner: AgentId, run_id: str | None = None) -> list[Path]:
 
 def sweep() -> list[Path]:
     """Remove this user's named segments whose owner is dead; returns what was removed."""
+    removed = leftovers()
+    for path in removed:
+        path.unlink(missing_ok=True)
+    return removed
+
+
+def leftovers() -> list[Path]:
+    """This user's named segments whose owner is dead."""
     boot = boot_id().replace("-", "")[:8]
-    removed = []
+    found = []
     for path in _ours():
         match = _NAME.fullmatch(path.name)
         if match is None or int(match[1]) != os.getuid():
             continue
         if match[2] != boot or not is_alive(int(match[3]), int(match[4])):
-            path.unlink(missing_ok=True)
-            removed.append(path)
-    return removed
+            found.append(path)
+    return found
 
 
 def _ours() -> Iterator[Path]:
