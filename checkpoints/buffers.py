@@ -10,6 +10,7 @@ Knows no store: what is done with the files is the writer's business.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import threading
@@ -318,14 +319,9 @@ class Buffers:
         return slot
 
     def _make(self, size_bytes: int) -> Slot:
-        self._numbers += 1
         memory: Segment | Private
         try:
-            memory = (
-                Private(size_bytes)
-                if self._place is None
-                else self._place.make(self._numbers, size_bytes)
-            )
+            memory = self._new_memory(size_bytes)
         except OSError as error:
             logger.warning(
                 "snapshots: %s; saving goes on without shared memory: the loop waits for each save",
@@ -337,9 +333,29 @@ class Buffers:
         self._slots.append(slot)
         return slot
 
+    def _new_memory(self, size_bytes: int) -> Segment | Private:
+        while True:
+            self._numbers += 1
+            if self._place is None:
+                return Private(size_bytes)
+            # A name that is taken belongs to a writer that lives on.
+            with contextlib.suppress(FileExistsError):
+                return self._place.make(self._numbers, size_bytes)
+
     def _drop(self, slot: Slot) -> None:
         self._slots.remove(slot)
         slot.close(unlink=True)
+
+    def reserve(self, size_bytes: int) -> Slot:
+        """A slot for a snapshot that comes from elsewhere; `hold` or `free` it.
+
+        Raises:
+            CheckpointError: All slots hold snapshots that nobody released.
+        """
+        with self._lock:
+            slot = self._take(size_bytes)
+            self._newest = weakref.ref(slot)
+            return slot
 
     def take_over(self, memory: Segment, number: int) -> Slot:
         """Use the memory of a process before this one again."""
@@ -360,6 +376,11 @@ class Buffers:
     def has_free(self) -> bool:
         """Whether `begin` would find memory."""
         return len(self._slots) < self._max_slots or any(slot.is_free for slot in self._slots)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The shared memory of all slots."""
+        return [slot.memory for slot in self._slots if isinstance(slot.memory, Segment)]
 
     def forget_all(self) -> None:
         """No slot holds a snapshot any more: what is in them is not to be trusted."""

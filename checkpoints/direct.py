@@ -39,7 +39,9 @@ def write_direct(fd: int, data: memoryview) -> int:
         while done < whole:
             chunk = data[done : min(done + CHUNK_BYTES, whole)]
             done += os.pwrite(fd, chunk, done)
-            if done % ALIGNMENT:  # a short write in the middle of a block: the rest goes the usual way
+            if (
+                done % ALIGNMENT
+            ):  # a short write in the middle of a block: the rest goes the usual way
                 break
     except OSError as error:
         if error.errno not in _REFUSALS:

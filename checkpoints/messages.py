@@ -81,7 +81,9 @@ class Connection:
         while not self._messages:
             left = None if deadline is None else deadline - time.monotonic()
             try:
-                ready = select.select([self._socket], [], [], None if left is None else max(left, 0))
+                ready = select.select(
+                    [self._socket], [], [], None if left is None else max(left, 0)
+                )
                 if not ready[0]:
                     return None
                 data, found, _, _ = socket.recv_fds(self._socket, 1 << 16, _MOST_DESCRIPTORS)

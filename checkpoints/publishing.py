@@ -64,6 +64,7 @@ class Publisher:
     def publish(self, snapshot: Snapshot, protect: Collection[CheckpointName]) -> dict[str, Any]:
         """Try once; returns the message that says what came of it."""
         self._name = snapshot.name
+        before = time.process_time()
         told: dict[str, Any] = {"name": str(snapshot.name)}
         try:
             info = self._manager.commit(snapshot, protect=protect)
@@ -84,7 +85,8 @@ class Publisher:
             logger.exception("checkpoint %s", snapshot.name)
             told["error"] = f"{type(error).__name__}: {error}"
             return told | {"op": "failed", "final": True}
-        return told | {"op": "committed", "size_bytes": info.size_bytes}
+        cpu_s = round(time.process_time() - before, 4)
+        return told | {"op": "committed", "size_bytes": info.size_bytes, "cpu_s": cpu_s}
 
     def fence(self) -> None:
         """Return if the checkpoint under way may be committed.

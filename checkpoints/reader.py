@@ -200,6 +200,23 @@ def read_state(store: Store, manifest: Manifest) -> State:
         raise DamagedError(f"checkpoint {manifest.name}: {STATE}: is not in the manifest")
     name = where(manifest, entry)
     document = decode_state(_read_whole(store, manifest, entry), where=name)
+    state = check_state(document, name)
+    lists = state.files
+    for other in manifest.files:
+        check_kind(manifest, other)
+    listed = sorted(file for names in lists.values() for file in names)
+    present = sorted(e.name for e in manifest.files if e.name.endswith(_TENSORS))
+    if listed != present:
+        raise DamagedError(f"{name}: names the files {listed}, the manifest {present}")
+    return state
+
+
+def check_state(document: dict[str, JSON], name: str) -> State:
+    """What the document of a state.json says.
+
+    Raises:
+        DamagedError: It is of another version, or not what it should be.
+    """
     skeletons, files = document.get("state"), document.get("files")
     if document.get("format") != STATE_FORMAT:
         raise DamagedError(
@@ -209,12 +226,10 @@ def read_state(store: Store, manifest: Manifest) -> State:
     if not isinstance(skeletons, dict) or not isinstance(files, dict):
         raise DamagedError(f"{name}: found no table of state and files")
     lists = {key: _names(value, name) for key, value in files.items()}
-    for other in manifest.files:
-        check_kind(manifest, other)
-    listed = sorted(file for names in lists.values() for file in names)
-    present = sorted(e.name for e in manifest.files if e.name.endswith(_TENSORS))
-    if listed != present or lists.keys() - skeletons.keys():
-        raise DamagedError(f"{name}: names the files {listed}, the manifest {present}")
+    if lists.keys() - skeletons.keys():
+        raise DamagedError(
+            f"{name}: names the files of {sorted(lists.keys() - skeletons.keys())[:5]}, expected state"
+        )
     return State(skeletons=skeletons, files=lists)
 
 
@@ -281,6 +296,11 @@ def open_load(store: Store, manifest: Manifest, entry: FileEntry) -> TensorLoad:
         tensors[spec.name], view = new_tensor(spec)
         targets.append(view)
     return TensorLoad(store, manifest, entry, targets, start=start, first=first, tensors=tensors)
+
+
+def header_size(data: memoryview, name: str) -> int:
+    """How long the header is of a tensors' file that is in memory."""
+    return header_bytes(bytes(data[:8]), data.nbytes, where=name)
 
 
 @dataclass(slots=True)

@@ -178,7 +178,7 @@ def check_room(size_bytes: int, *, named: bool) -> None:
     """
     rooms = {"the memory limit of this container": _cgroup_room(), "this machine": _machine_room()}
     if named:
-        rooms["/dev/shm"] = _mount_room()
+        rooms[str(SHM)] = _mount_room()
     for where, room in rooms.items():
         if room is not None and size_bytes > room:
             raise OSError(

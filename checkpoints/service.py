@@ -81,7 +81,8 @@ class Service:
         self._thread.start()
         while not self._is_done():
             open_ones = [c for c in (self._connection, *self._guests) if c is not None]
-            ready, _, _ = select.select([self._listener, *open_ones], [], [], _TICK_S)
+            sources: list[Connection | socket.socket] = [self._listener, *open_ones]
+            ready, _, _ = select.select(sources, [], [], _TICK_S)
             for source in ready:
                 if source is self._listener:
                     self._accept()
@@ -210,6 +211,8 @@ class Service:
         )
         with self._condition:
             replaced, self._waiting = self._waiting, offer
+            if replaced is not None and replaced.keep and not offer.keep:
+                replaced, self._waiting = offer, replaced
             self._condition.notify_all()
         if replaced is not None:
             self._tell({"op": "replaced", "name": str(replaced.snapshot.name)})
@@ -261,6 +264,8 @@ class Service:
         while (left := until - time.monotonic()) > 0:
             with self._condition:
                 self._condition.wait(min(left, _TICK_S))
+            if self._waiting is not None and self._waiting.keep:
+                break  # somebody waits for this one
             if self._is_over or not self._may_wait(time.monotonic() - failing_since):
                 return False
         if self._waiting is not None and not offer.snapshot.is_doubtful:
@@ -292,7 +297,9 @@ def main(arguments: Sequence[str]) -> int:
     folder, number, agent, descriptor = arguments
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # they are for the training; this ends with its work
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     os.chdir("/")
     lock = os.open(
         Path(folder) / f"writer-{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600

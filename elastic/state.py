@@ -15,7 +15,7 @@ state, groups with other parameters are a StartError. What has been added to a r
 (a scheduler, a scaler, a job's state, others) is allowed, and told in one line each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import xxhash
@@ -29,7 +29,7 @@ from elastic.moments import capture_moments, group_names, match_groups, restore_
 from elastic.schedule import Driver, Schedule, Scheduler
 from elastic.weights import load_model, model_extra, model_tensors, parameter_names
 
-__all__ = ["Broadcaster", "Stateful", "TrainState"]
+__all__ = ["Broadcaster", "Stateful", "TrainState", "digest_of"]
 
 _MAIN: Final = "main"
 _KEYS: Final = ("model", "model_extra", "optimizer", "scheduler", "scaler", "job", "others")
@@ -164,6 +164,28 @@ class TrainState:
         tree["others"] = {name: thing.state_dict() for name, thing in self._others.items()}
         return tree
 
+    def still(self) -> frozenset[int]:
+        """The data pointers of the tensors that only an optimizer's step changes."""
+        found = {parameter.data_ptr() for parameter in self._attached().parameters()}
+        for optimizer in self._optimizers.values():
+            for moments in optimizer.state.values():
+                found.update(t.data_ptr() for t in moments.values() if isinstance(t, Tensor))
+        return frozenset(found)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of parameters and moments."""
+        tensors: list[Tensor] = list(self._attached().parameters())
+        for optimizer in self._optimizers.values():
+            for moments in optimizer.state.values():
+                tensors += [t for t in moments.values() if isinstance(t, Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def before_updates(self, call: Callable[[], None]) -> None:
+        """Have something called right before any attached optimizer changes the parameters."""
+        for optimizer in self._optimizers.values():
+            optimizer.register_step_pre_hook(lambda _optimizer, _args, _kwargs: call())
+
     def _attached(self) -> nn.Module:
         if self._model is None:
             raise StartError(
@@ -268,14 +290,14 @@ class TrainState:
                 optimizers, schedulers, scaler. Without buffers (each rank's BatchNorm counts its
                 own part), the job's state and others.
         """
+        return digest_of(self.replicated() if replicated else self.capture())
+
+    def replicated(self) -> dict[str, Any]:
+        """Of `capture` what must be the same on every rank after a step."""
         tree = self.capture()
-        if replicated:
-            parameters = set(parameter_names(self._attached()).values())
-            tree["model"] = {k: v for k, v in tree["model"].items() if k in parameters}
-            tree = {key: tree[key] for key in ("model", "optimizer", "scheduler", "scaler")}
-        digest = xxhash.xxh3_128()
-        _feed(digest, tree)
-        return digest.hexdigest()
+        parameters = set(parameter_names(self._attached()).values())
+        tree["model"] = {k: v for k, v in tree["model"].items() if k in parameters}
+        return {key: tree[key] for key in ("model", "optimizer", "scheduler", "scaler")}
 
     def broadcast_model(self, world: Broadcaster) -> None:
         """Give every rank the primary's parameters and buffers.
@@ -326,19 +348,39 @@ def _own_copy(value: Any) -> Any:
     return value
 
 
-def _feed(digest: Any, value: Any) -> None:
+def digest_of(tree: Any, *, part: int = 0, parts: int = 1) -> str:
+    """XXH3 over a tree, in hex; of its tensors only those of one part out of `parts`."""
+    digest = xxhash.xxh3_128()
+    _feed(digest, tree, _Part(part, parts))
+    return digest.hexdigest()
+
+
+class _Part:
+    """Which tensors are looked at: every n-th."""
+
+    def __init__(self, part: int, parts: int) -> None:
+        self._part, self._parts, self._seen = part % parts, parts, 0
+
+    def takes(self) -> bool:
+        """Whether the next tensor is one of them."""
+        self._seen += 1
+        return self._seen % self._parts == self._part
+
+
+def _feed(digest: Any, value: Any, part: _Part) -> None:
     if isinstance(value, Tensor):
         digest.update(f"t{value.dtype}{list(value.shape)}\0".encode())
-        digest.update(byte_view(value))
+        if part.takes():
+            digest.update(byte_view(value))
     elif isinstance(value, Mapping):
         digest.update(f"d{len(value)}\0".encode())
         for key in sorted(value, key=repr):
             digest.update(f"{key!r}\0".encode())
-            _feed(digest, value[key])
+            _feed(digest, value[key], part)
     elif isinstance(value, list | tuple):
         digest.update(f"l{len(value)}\0".encode())
         for item in value:
-            _feed(digest, item)
+            _feed(digest, item, part)
     else:
         text = value.hex() if isinstance(value, float) else repr(value)
         digest.update(f"{type(value).__name__}{text}\0".encode())
