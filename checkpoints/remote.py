@@ -340,12 +340,27 @@ def _spawn(folder: Path, number: int, agent: AgentId, descriptor: int) -> int:
         command,
         os.environ,
         file_actions=[
+            *_close_inherited(descriptor),
             (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, log, flags, 0o600),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
         setsid=True,
     )
+
+
+def _close_inherited(kept: int) -> list[tuple[int, int]]:
+    """What closes every descriptor that a child would inherit but must not hold open.
+
+    The sockets of collectives are such: a peer would take this process for alive while the writer is.
+    """
+    found = []
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # names alone
+        fd = int(name)
+        with contextlib.suppress(OSError):
+            if fd > 2 and fd != kept and os.get_inheritable(fd):
+                found.append((os.POSIX_SPAWN_CLOSE, fd))
+    return found
 
 
 def _search_path() -> str:

@@ -301,6 +301,8 @@ def main(arguments: Sequence[str]) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     os.chdir("/")
+    os.closerange(3, int(descriptor))  # whatever the trainer opened while it started us
+    os.closerange(int(descriptor) + 1, 1 << 16)
     lock = os.open(
         Path(folder) / f"writer-{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
     )

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _WEIGHT: Final = 0.3
 """Of the newest cost in the running mean."""
-_TOLD: Final = 1.5
+_TOLD: Final = 2.0
 """A new interval is told where it differs from the last told one by this factor."""
 
 
