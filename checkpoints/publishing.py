@@ -48,7 +48,7 @@ class Publisher:
 
         Args:
             settings: What the trainer said: url, storage_options, keep, keep_every, part_bytes, claim,
-                retry_s, pause_s.
+                retry_s, pause_s, damaged.
             committed: Called once a checkpoint is in the store, before any is deleted.
             may_wait: Whether a wait of so many seconds may go on.
         """
@@ -141,6 +141,7 @@ class _Manager(CheckpointManager):
             fence=publisher.fence,
         )
         self._publisher = publisher
+        self._damaged |= {CheckpointName.parse(name) for name in settings.get("damaged", ())}
 
     def _retain(self, manifest: Manifest, protect: Collection[CheckpointName]) -> None:
         self._publisher.note(manifest.name)

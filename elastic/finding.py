@@ -43,6 +43,8 @@ class Found:
     """Where this node holds it in memory."""
     damaged: tuple[str, ...] = ()
     """What was left out because it did not verify, with the reason."""
+    ruins: tuple[CheckpointName, ...] = ()
+    """The checkpoints in the store among them."""
 
 
 def find_state(
@@ -67,7 +69,7 @@ def find_state(
     while True:
         chosen = _choose(world, manager, keeper, wrong, damaged)
         if chosen is None:
-            return Found(name=None, tree=None, damaged=tuple(damaged))
+            return Found(name=None, tree=None, damaged=tuple(damaged), ruins=_ruins(wrong))
         load = _load_memory if chosen.source == "memory" else _load_store
         tree, problem = load(world, manager, keeper, chosen)
         if problem is None:
@@ -77,6 +79,7 @@ def find_state(
                 source=chosen.source,
                 path=chosen.paths.get(keeper.node),
                 damaged=tuple(damaged),
+                ruins=_ruins(wrong),
             )
         damaged.append(f"{chosen.name}: {problem}")
         wrong.add((chosen.source, chosen.name))
@@ -85,6 +88,10 @@ def find_state(
             logger.error(
                 "%s %s is damaged (%s); the one before it is taken", what, chosen.name, problem
             )
+
+
+def _ruins(wrong: Collection[tuple[str, CheckpointName]]) -> tuple[CheckpointName, ...]:
+    return tuple(sorted(name for source, name in wrong if source == "store"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -229,7 +229,7 @@ class Generation:
             step=at.step,
             position=(at.epoch, at.position),
         )
-        self.keeper.begin(claimed)
+        self.keeper.begin(claimed, damaged=found.ruins)
         self._saver = Saver(
             self.manager,
             self._setup.checkpoint,

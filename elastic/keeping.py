@@ -122,8 +122,13 @@ class Keeper:
             return
         buffers.take_over(segment, int(path.name.rsplit("-", 1)[1]))
 
-    def begin(self, claim: Claim) -> None:
-        """The generation has begun: tell the primary's writer where to write and for whom."""
+    def begin(self, claim: Claim, *, damaged: Sequence[CheckpointName] = ()) -> None:
+        """The generation has begun: tell the primary's writer where to write and for whom.
+
+        Args:
+            claim: The generation's.
+            damaged: What did not verify: it counts for nothing when old checkpoints are deleted.
+        """
         if self._writer is None:
             return
         options = self._options
@@ -135,6 +140,7 @@ class Keeper:
                 "keep_every": options.keep_every,
                 "part_bytes": options.part_bytes,
                 "claim": claim.to_json().decode(),
+                "damaged": [str(name) for name in damaged],
                 "retry_s": _RETRY_S,
                 "pause_s": _PAUSE_S,
             }
