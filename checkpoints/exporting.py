@@ -170,10 +170,14 @@ def _put_pickled(target: Store, file: str, header: Header, image: memoryview) ->
     import torch
 
     tensors = {spec.name: _tensor(spec, image) for spec in header.tensors}
-    with tempfile.NamedTemporaryFile(dir=folder_of(target), prefix=".tmp-") as temp:
-        torch.save(tensors, temp.name)
+    with tempfile.TemporaryDirectory(dir=folder_of(target), prefix=".tmp-") as folder:
+        path = Path(folder) / "weights.pt"
+        try:
+            torch.save(tensors, path)
+        except RuntimeError as error:  # what torch makes of a full disk
+            raise CheckpointError(f"{path}: torch could not write it: {error}") from error
         del tensors
-        with Path(temp.name).open("rb+") as saved:
+        with path.open("rb+") as saved:
             size = os.fstat(saved.fileno()).st_size
             with mapped(saved.fileno(), size) as view:
                 target.put(file, view)
