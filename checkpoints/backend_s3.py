@@ -102,6 +102,29 @@ class S3Backend(ObjectBackend):
                     f"{problem.get('Key')}: {problem.get('Code')}: {problem.get('Message')}"
                 )
 
+    def delete_temps(self, folder: str) -> None:
+        """Give up unfinished uploads to the folder, each by its id: listings never show them."""
+        bucket, key = self._where(f"{folder}/" if folder else "")
+        prefix = key if folder or not key else f"{key}/"
+        where: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
+        while True:
+            page = self._bucket("list_multipart_uploads", **where)
+            for found in page.get("Uploads", ()):
+                if str(found["Key"]).startswith(prefix):
+                    self._give_up(bucket, str(found["Key"]), str(found["UploadId"]))
+            if not page.get("IsTruncated"):
+                return
+            where["KeyMarker"] = page["NextKeyMarker"]
+            where["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
+
+    def _give_up(self, bucket: str, key: str, upload_id: str) -> None:
+        try:
+            self._bucket("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
+        except Exception as error:
+            # Its writer has finished it or given it up in the meantime.
+            if error_code(error) != "NoSuchUpload" and classify(error) is not Verdict.MISSING:
+                raise
+
 
 class _Multipart:
     """A multipart upload: known by its id, and the object that it makes by a mark of its own."""
