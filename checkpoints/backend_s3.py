@@ -104,8 +104,7 @@ class S3Backend(ObjectBackend):
 
     def delete_temps(self, folder: str) -> None:
         """Give up unfinished uploads to the folder, each by its id: listings never show them."""
-        bucket, key = self._where(f"{folder}/" if folder else "")
-        prefix = key if folder or not key else f"{key}/"
+        bucket, prefix = self._where("")[0], self._lead(folder)
         where: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
         while True:
             page = self._bucket("list_multipart_uploads", **where)
