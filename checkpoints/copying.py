@@ -28,7 +28,7 @@ from checkpoints.layout import (
     Manifest,
     PartSum,
 )
-from checkpoints.reader import check_size, object_name
+from checkpoints.parts import check_size, object_name
 from checkpoints.references import INDEX, lead_to
 from checkpoints.spool import check, fetch, fetch_object, spool
 from checkpoints.store import open_store

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from checkpoints import reader
+from checkpoints import parts, reader
 from checkpoints.errors import CheckpointError, DamagedError, NoCheckpointError, OptionError
 from checkpoints.redaction import redact_url
 from checkpoints.spool import mapped, spool
@@ -155,13 +155,13 @@ def _fetch(
         for spec in table.tensors:
             place = places[names[spec.name]]
             targets.append(image[place.offset : place.offset + place.size_bytes])
-        loads.append(reader.Load(store, manifest, entry, targets))
+        loads.append(parts.Load(store, manifest, entry, targets))
         firsts.append((entry, start, first))
-    reader.run_parts(loads, tell)
+    parts.run_parts(loads, tell)
     for entry, start, first in firsts:
         if start != first:
             raise DamagedError(
-                f"{reader.where(manifest, entry)}: its header changed while it was read"
+                f"{parts.where(manifest, entry)}: its header changed while it was read"
             )
 
 

@@ -10,7 +10,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Final
 
-from checkpoints import reader
+from checkpoints import parts, reader
 from checkpoints.errors import CheckpointError, DamagedError
 from checkpoints.question import manifest_problem, problems_of
 from checkpoints.terminal import Progress, age_s, age_text, aligned, size_text
@@ -79,7 +79,7 @@ def _row(
 def _missing(question: Question, manifest: Manifest) -> str | None:
     for entry in manifest.files:
         try:
-            reader.check_size(question.catalog.store, manifest, entry)
+            parts.check_size(question.catalog.store, manifest, entry)
         except DamagedError as error:
             return str(error)
     return None

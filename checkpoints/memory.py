@@ -13,7 +13,7 @@ import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from checkpoints import reader, snapshots
+from checkpoints import parts, reader, snapshots
 from checkpoints.errors import CheckpointError, DamagedError
 from checkpoints.segments import Segment, segments_of
 from checkpoints.serialization import decode_header, decode_state, join, tensor_view
@@ -149,12 +149,12 @@ def fetch(store: Store, manifest: Manifest, memory: memoryview) -> Snapshot:
     files = []
     for entry in manifest.files:
         reader.check_kind(manifest, entry)
-        reader.check_size(store, manifest, entry)
+        parts.check_size(store, manifest, entry)
         at, size = plan.places[entry.name]
         target = memory[at : at + size]
-        loads.append(reader.Load(store, manifest, entry, [target]))
+        loads.append(parts.Load(store, manifest, entry, [target]))
         files.append(snapshots.StagedFile(name=entry.name, data=target))
-    reader.run_parts(loads)
+    parts.run_parts(loads)
     snapshot = Snapshot(
         name=manifest.name,
         parent=manifest.parent,

@@ -12,7 +12,7 @@ import os
 import tempfile
 from typing import TYPE_CHECKING, Final
 
-from checkpoints.reader import Load, VerifyOnly, run_parts
+from checkpoints.parts import Load, VerifyOnly, run_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from checkpoints import commands, frozen, reader, references
+from checkpoints import commands, frozen, parts, reader, references
 from checkpoints.errors import CheckpointError, DamagedError
 from checkpoints.frozen import Watch
 from checkpoints.layout import CheckpointName, FileEntry, PartSum
@@ -367,7 +367,7 @@ def check_all(
     looking = CheckpointManager(store)
     for found in looking.names():
         manifest = looking.catalog.manifest(found)
-        paths = {reader.object_name(manifest, entry) for entry in manifest.files}
+        paths = {parts.object_name(manifest, entry) for entry in manifest.files}
         if paths & rotten:
             with pytest.raises(DamagedError):
                 looking.restore(found)
