@@ -16,7 +16,7 @@ from checkpoints import reader
 from checkpoints.canonical import parse
 from checkpoints.errors import DamagedError, NoCheckpointError, ObjectMissingError
 from checkpoints.layout import CHECKPOINTS, MANIFEST, SUMMARY, CheckpointName, Manifest
-from checkpoints.policy import newest, newest_first
+from checkpoints.policy import newest, newest_first, referred_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -54,8 +54,24 @@ class Inventory:
 
     @property
     def unfinished(self) -> list[CheckpointName]:
-        """What was begun and never committed."""
-        return sorted(self.files.keys() - self.committed.keys() - self.void)
+        """What was begun and never committed; not what stays because others refer to it."""
+        needed = self.needed()
+        return sorted(
+            name
+            for name in self.files.keys() - self.committed.keys() - self.void
+            if not self.files[name]
+            or any(name.file(file) not in needed for file in self.files[name])
+        )
+
+    def needed(self, without: Collection[CheckpointName] = ()) -> set[str]:
+        """The names, under the URL, of all files that a manifest refers to."""
+        return referred_files(m for name, m in self.committed.items() if m and name not in without)
+
+    def unneeded(self, name: CheckpointName, without: Collection[CheckpointName] = ()) -> list[str]:
+        """The files in one folder that no manifest (but those left out) refers to."""
+        needed = self.needed(without)
+        files = self.files.get(name, [])
+        return [file for file in files if file != MANIFEST and name.file(file) not in needed]
 
 
 class Catalog:

@@ -313,6 +313,36 @@ def read_started(store: Store) -> list[Started]:
     return sorted(found, key=lambda record: record.generation)
 
 
+def descends_from(store: Store, generation: int, name: CheckpointName) -> bool | None:
+    """Whether a generation began from the state `name`, or from one that was trained on from it.
+
+    None: it has not said yet from what it began.
+
+    Raises:
+        RecordError: A started record cannot be read.
+    """
+    at = generation
+    while at > name.generation:
+        record = _started(store, at)
+        if record is None:
+            return None if at == generation else False
+        parent = record.parent_name
+        if parent is None:
+            return False
+        if parent.generation == name.generation:
+            return name.step <= parent.step
+        at = parent.generation if parent.generation < at else 0
+    return False
+
+
+def _started(store: Store, generation: int) -> Started | None:
+    name = started_name(generation)
+    try:
+        return Started.from_json(store.get(name, limit_bytes=_RECORD_LIMIT_BYTES), name)
+    except ObjectMissingError:
+        return None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
     """The steps of the final state that one generation did: (start_step, end_step]."""

@@ -104,6 +104,16 @@ def encode_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, Header]:
             raise UnsupportedStateError(f"{name!r}: found {found}, expected what safetensors has")
         size_bytes = tensor.numel() * tensor.element_size()
         rows.append((name, _CODES[str(tensor.dtype)], tuple(tensor.shape), size_bytes))
+    return encode_rows(rows)
+
+
+def encode_rows(rows: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, Header]:
+    """The same from name, type as the file has it, shape and size of each tensor; needs no torch.
+
+    Raises:
+        UnsupportedStateError: The names take more room than a header has.
+    """
+    rows = list(rows)
     rows.sort(key=lambda row: -DTYPES[row[1]][1])
     table: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0

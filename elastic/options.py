@@ -238,12 +238,4 @@ class Settings:
         for name in self.signals:
             catchable = name in signal.Signals.__members__ and name not in _UNCATCHABLE | _FAULTS
             _require("signals", name, "names like SIGTERM or SIGUSR1", holds=catchable)
-        every, memory = self.checkpoint.every, self.checkpoint.tier.memory
-        _not_yet("checkpoint.every", every, asked=every.kind == "auto", instead="write 1 epoch")
-        _not_yet(
-            "checkpoint.tier.memory",
-            memory,
-            asked=memory.kind not in {"auto", "off"},
-            instead="write auto or off",
-        )
         _not_yet("hang_after", self.hang_after, asked=self.hang_after is not None)

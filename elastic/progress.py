@@ -113,6 +113,12 @@ class Progress:
             if best.step == self.step:
                 best.checkpoint = name
 
+    def forget_checkpoint(self, name: str) -> None:
+        """The checkpoint that was begun under this name was not made: it holds nothing."""
+        for best in self.bests:
+            if best.checkpoint == name:
+                best.checkpoint = None
+
     def protected(self, keep_best: int) -> list[str]:
         """Names of the checkpoints that hold the best evaluations."""
         return [str(best.checkpoint) for best in self._held()[:keep_best]]

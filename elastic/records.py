@@ -94,6 +94,12 @@ class Records:
             f"{self._store.display_url}"
         )
 
+    def history(self) -> tuple[int, float]:
+        """How many generations before this one ended by a fault, and the seconds that they ran."""
+        past = self._rows[:-1]
+        failures = sum(row.cause not in {"start", "node joined"} for row in self._rows[1:])
+        return failures, sum(max(0.0, row.ended - row.began) for row in past)
+
     # ---------------------------------------------------------------------------- the loop
     def log(self, values: Mapping[str, float]) -> None:
         """Add named numbers to the next step's line."""

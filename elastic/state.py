@@ -16,7 +16,7 @@ state, groups with other parameters are a StartError. What has been added to a r
 (a scheduler, a scaler, a job's state, others) is allowed, and told in one line each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from torch import Tensor, nn
@@ -196,6 +196,28 @@ class TrainState:
         tree["others"] = {name: thing.state_dict() for name, thing in self._others.items()}
         return tree
 
+    def still(self) -> frozenset[int]:
+        """The data pointers of the tensors that only an optimizer's step changes."""
+        found = {parameter.data_ptr() for parameter in self._attached().parameters()}
+        for optimizer in self._optimizers.values():
+            for moments in optimizer.state.values():
+                found.update(t.data_ptr() for t in moments.values() if isinstance(t, Tensor))
+        return frozenset(found)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of parameters and moments."""
+        tensors: list[Tensor] = list(self._attached().parameters())
+        for optimizer in self._optimizers.values():
+            for moments in optimizer.state.values():
+                tensors += [t for t in moments.values() if isinstance(t, Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def before_updates(self, call: Callable[[], None]) -> None:
+        """Have something called right before any attached optimizer changes the parameters."""
+        for optimizer in self._optimizers.values():
+            optimizer.register_step_pre_hook(lambda _optimizer, _args, _kwargs: call())
+
     def _attached(self) -> nn.Module:
         if self._model is None:
             raise StartError(
@@ -307,13 +329,15 @@ class TrainState:
                 optimizers, schedulers, scaler. Without buffers (each rank's BatchNorm counts its
                 own part), the job's state and others.
         """
+        return digest_of(self.replicated() if replicated else self.capture())
+
+    def replicated(self) -> dict[str, Any]:
+        """Of `capture` what must be the same on every rank after a step."""
         tree = self.capture()
-        if replicated:
-            parameters = set(parameter_names(self._attached()).values())
-            for key in ("model", "ema"):
-                tree[key] = {k: v for k, v in tree.get(key, {}).items() if k in parameters}
-            tree = {key: tree[key] for key in ("model", "optimizer", "scheduler", "scaler", "ema")}
-        return digest_of(tree)
+        parameters = set(parameter_names(self._attached()).values())
+        for key in ("model", "ema"):
+            tree[key] = {k: v for k, v in tree.get(key, {}).items() if k in parameters}
+        return {key: tree[key] for key in ("model", "optimizer", "scheduler", "scaler", "ema")}
 
     def broadcast_model(self, world: Broadcaster) -> None:
         """Give every rank the primary's parameters and buffers.

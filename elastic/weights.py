@@ -89,10 +89,21 @@ def _plain_name(root: nn.Module, actual: str) -> str:
 
 # ------------------------------------------------------------------------------- collect and compare
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All tensors of the model's state by plain name: live (they share memory with the model)."""
-    state = module.state_dict()
+    """All tensors of the model's state by plain name: live (they share memory with the model).
+
+    Frozen parameters come as such: a checkpoint keeps them in a file of their own, sent only once.
+    """
+    state = module.state_dict(keep_vars=True)
     found = ((plain, state[actual]) for plain, actual in plain_names(module).items())
-    return {plain: value for plain, value in found if isinstance(value, Tensor)}
+    return {
+        plain: value if _is_frozen(value) else value.detach()
+        for plain, value in found
+        if isinstance(value, Tensor)
+    }
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def model_extra(module: nn.Module) -> dict[str, object]:

@@ -127,7 +127,13 @@ def main() -> None:
     folder = Path(tempfile.gettempdir()) / f"loop-speed-{os.environ['TORCHELASTIC_RUN_ID']}"
     settings = read_settings(
         parse_arguments(
-            [f"jobs/{given.job}.yaml", f"checkpoint.url={folder}", "checkpoint.every=off", "eval.every=off", "train.epochs=100000"]
+            [
+                f"jobs/{given.job}.yaml",
+                f"checkpoint.url={folder}",
+                "checkpoint.every=off",
+                "eval.every=off",
+                "train.epochs=100000",
+            ]
         ),
         root=ROOT,
     )

@@ -15,7 +15,8 @@ from checkpoints.layout import AgentId, Claim
 from checkpoints.store import Store, open_store
 from tests.stores.contract import CompareAndSetContract, Opener
 from tests.support.fault_proxy import Fault, FaultProxy, Kind
-from tests.support.object_stores import SECRET, S3Server, free_port, s3_options
+from tests.support.object_stores import SECRET, S3Server, s3_options
+from tests.support.servers import free_port
 
 
 class TestS3Store(CompareAndSetContract):

@@ -188,4 +188,6 @@ def test_hook_loads_nothing_but_what_python_has() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     loaded = {name.partition(".")[0].lstrip("_") for name in out.split()}
-    assert loaded <= {"elastic", "future", "importlib", "typing"}, "small rooms of Python itself alone"
+    assert loaded <= {"elastic", "future", "importlib", "typing"}, (
+        "small rooms of Python itself alone"
+    )

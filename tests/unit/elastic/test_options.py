@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from checkpoints.options import CheckpointOptions, Interval, TierOptions
+from checkpoints.options import CheckpointOptions, Interval
 from elastic.errors import ConfigError
 from elastic.options import EvalOptions, LoaderOptions, Settings, TrainOptions
 
@@ -93,18 +93,6 @@ def test_an_interval_may_be_given_as_text_by_hand() -> None:
         ({"signals": ("SIGSEGV",)}, "signals: found SIGSEGV, expected names like"),
         ({"signals": ("TERM",)}, "signals: found TERM, expected names like"),
         ({"hang_after": 60.0}, "hang_after: not yet served by this version (found 60.0)"),
-        (
-            {"checkpoint": CheckpointOptions(url="x", every=Interval("auto"))},
-            "checkpoint.every: not yet served by this version (found auto); write 1 epoch",
-        ),
-        (
-            {
-                "checkpoint": CheckpointOptions(
-                    url="x", tier=TierOptions(memory=Interval("steps", 1))
-                )
-            },
-            "checkpoint.tier.memory: not yet served by this version (found 1 step)",
-        ),
     ],
 )
 def test_an_impossible_setting_is_one_line(changed: dict[str, object], text: str) -> None:
