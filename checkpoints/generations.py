@@ -26,6 +26,7 @@ from checkpoints.layout import (
     AgentId,
     CheckpointName,
     Claim,
+    Rollback,
     Source,
     Started,
     audit_prefix,
@@ -132,6 +133,12 @@ def read_claim(store: Store, generation: int) -> Claim:
 def read_claims(store: Store) -> list[Claim]:
     """All claims that can be read, in order; the others are told in the log."""
     return list(_newest_claims(store, _claimed(store)))[::-1]
+
+
+def read_rollbacks(store: Store) -> tuple[Rollback, ...]:
+    """All rollbacks of the run: each claim carries on those of the ones before it."""
+    newest = next(_newest_claims(store, _claimed(store)), None)
+    return () if newest is None else newest.rollbacks
 
 
 def _newest_claims(store: Store, claimed: Iterable[int]) -> Iterator[Claim]:

@@ -35,7 +35,8 @@ def list_checkpoints(question: Question) -> int:
         problem = None if manifest is None else _missing(question, manifest)
         if manifest is None:
             problem = manifest_problem(question.catalog, name)
-        rows.append(_row(name, manifest, problem, question) | {"best": name == best})
+        row = _row(name, manifest, problem, question)
+        rows.append(row | {"best": name == best, "left_behind": name in found.left_behind})
     unfinished = [] if question.which else [str(name) for name in found.unfinished]
     table = [("CHECKPOINT", "STEP", "AGE", "SIZE", "HEALTH", "PARENT", "")]
     for row in rows:
@@ -48,7 +49,7 @@ def list_checkpoints(question: Question) -> int:
                 "-" if size is None else size_text(size),
                 str(row["health"]),
                 str(row["parent"] or "-"),
-                "best" if row["best"] else "",
+                "best" if row["best"] else "left behind" if row["left_behind"] else "",
             )
         )
     lines = aligned(table) if rows else [f"{question.url}: no checkpoint is committed yet"]

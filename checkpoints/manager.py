@@ -241,14 +241,16 @@ class CheckpointManager:
             name
             for name, read in found.committed.items()
             if read and name not in self._damaged and name <= committed
-        } | {committed}
+        } - found.left_behind | {committed}
         stay = retained(good, keep=self._keep, keep_every=self._keep_every, protected=protect)
         going = sorted(name for name in good - stay if name < committed)
         # What is damaged does not count, and goes once enough good ones are newer.
         if len(good) >= self._keep:
             floor = min(committed, newest_first(good)[self._keep - 1])
-            ruins = found.committed.keys() - good - set(protect)
+            ruins = found.committed.keys() - good - found.left_behind - set(protect)
             going += sorted(name for name in ruins if name < floor)
+        # No reader looks at what a rollback left behind, now that its generation has committed.
+        going += sorted(name for name in found.left_behind if name < committed)
         if self._fence is not None and (going or found.unfinished):
             self._fence()  # only the newest generation's writer deletes
         if going and not self._verified & stay:

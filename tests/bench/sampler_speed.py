@@ -5,7 +5,8 @@
 Each case runs in a process of its own, in turns. What counts begins after all imports: seconds to the first
 index (for ours with everything that makes it: plan, order, the first slice), and what the peak of resident
 memory grew by. DistributedSampler is run at 10^6 and 10^7 and extrapolated linearly, since at 10^9 it needs some
-45 GB; `--largest 100000000` takes one more size.
+45 GB; `--largest 100000000` takes one more size. On a busy machine a case may wait for its core: so the
+processor's time stands beside the clock's, and the limits are held against the processor's median.
 """
 
 import argparse
@@ -54,10 +55,10 @@ def mixture(n, where):
     return plan.indices(1, int(plan.steps * where), 1)[0]
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-before, began = peak(), time.perf_counter()
+before, began, worked = peak(), time.perf_counter(), time.process_time()
 index = {call}
-took = time.perf_counter() - began
-print(json.dumps(dict(ms=1000 * took, mb=peak() - before, index=index)))
+took, worked = time.perf_counter() - began, time.process_time() - worked
+print(json.dumps(dict(ms=1000 * took, cpu_ms=1000 * worked, mb=peak() - before, index=index)))
 """
 
 
@@ -101,11 +102,11 @@ def main() -> None:
         "rounds": given.rounds,
         "cases": cases,
         "DistributedSampler, 1e+09, extrapolated": {
-            "s": round(last["ms"] * factor / 1000, 1),
+            "cpu_s": round(last["cpu_ms"] * factor / 1000, 1),
             "gb": round(last["mb"] * factor / 1000, 1),
         },
         "within_limits": all(
-            cases[name]["ms"] < LIMIT_MS and cases[name]["mb"] < LIMIT_MB for name in ours
+            cases[name]["cpu_ms"] < LIMIT_MS and cases[name]["mb"] < LIMIT_MB for name in ours
         ),
     }
     print(json.dumps(result, indent=1))
@@ -114,7 +115,9 @@ def main() -> None:
 def _told(runs: list[dict[str, float]]) -> dict[str, float]:
     return {
         "ms": round(statistics.median(run["ms"] for run in runs), 2),
+        "ms_min": round(min(run["ms"] for run in runs), 2),
         "ms_max": round(max(run["ms"] for run in runs), 2),
+        "cpu_ms": round(statistics.median(run["cpu_ms"] for run in runs), 2),
         "mb": round(statistics.median(run["mb"] for run in runs), 1),
     }
 
