@@ -56,7 +56,7 @@ def test_c26_small_objects_that_overtake_large_ones_point_to_nothing_missing(
         command = [sys.executable, "-m", "tests.support.saving_worker", url, json.dumps(options)]
         writer = subprocess.Popen([*command, str(1 << 20)], cwd=ROOT)
         try:
-            seen = set()
+            seen: set[object] = set()
             deadline = time.monotonic() + 60
             while len(seen) < 3 and time.monotonic() < deadline:
                 newest = manager.latest()
