@@ -200,6 +200,8 @@ class LocalBackend:
             try:
                 _write_all(fd, chunks)
                 os.fsync(fd)
+            except OSError as error:
+                raise _told(error, fd, chunks) from error
             finally:
                 os.close(fd)
             yield temp
@@ -268,6 +270,18 @@ def _write_all(fd: int, chunks: Sequence[memoryview]) -> None:
         while at < len(chunks) and done >= chunks[at].nbytes:
             done -= chunks[at].nbytes
             at += 1
+
+
+def _told(error: OSError, fd: int, chunks: Sequence[memoryview]) -> OSError:
+    """The error of a full disk with how much is missing; any other as it is."""
+    if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+        return error
+    wanted = sum(chunk.nbytes for chunk in chunks)
+    facts = os.fstatvfs(fd)
+    # What the temp file holds already comes back when it goes.
+    free = facts.f_bavail * facts.f_frsize + os.fstat(fd).st_blocks * 512
+    room = f"{wanted / 1e6:.1f} MB are needed, {min(free, wanted) / 1e6:.1f} MB are free"
+    return OSError(error.errno, f"{os.strerror(error.errno)}: {room}")
 
 
 def _sync_folder(folder: Path) -> None:

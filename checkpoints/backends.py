@@ -117,6 +117,7 @@ _CODES: Final[Mapping[str, Verdict]] = {
     "RequestTimeout": Verdict.TRANSIENT,
     "IncompleteBody": Verdict.TRANSIENT,
     "BadDigest": Verdict.TRANSIENT,
+    "Md5Mismatch": Verdict.TRANSIENT,
     "XAmzContentSHA256Mismatch": Verdict.TRANSIENT,
     "ExpiredToken": Verdict.EXPIRED,
     "ExpiredTokenException": Verdict.EXPIRED,

@@ -43,7 +43,7 @@ _ROOT: Final = Path(__file__).resolve().parent.parent
 _START: Final = "import sys; sys.path[:0] = sys.argv[1].split(':'); from checkpoints.service import main; sys.exit(main(sys.argv[2:]))"
 _SOCKET: Final = re.compile(r"writer-(\d+)\.sock", re.ASCII)
 _MOST_STARTS: Final = 5
-"""Of writers that die: after so many within a minute the trainer writes by itself."""
+"""Of writers that die without a commit: after so many within a minute the trainer writes by itself."""
 
 
 class RemoteWriter:
@@ -187,6 +187,8 @@ class RemoteWriter:
                 if snapshot is not None:
                     snapshot.release()
             elif message["op"] != "pong":
+                if message["op"] == "committed":
+                    self._starts.clear()  # it does its work: its death will be somebody else's doing
                 self._results.put(message)
             self._changed.notify_all()
 

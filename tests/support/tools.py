@@ -27,8 +27,9 @@ WHERE_FROM = {
 
 
 def find_tool(name: str) -> str | None:
-    """Return the path of a program: beside this Python, in node_modules of the clone, or on PATH."""
-    for folder in (Path(sys.executable).parent, ROOT / "node_modules" / ".bin"):
+    """Return the path of a program: beside this Python, in the clone's folders, or on PATH."""
+    folders = (ROOT / "node_modules" / ".bin", ROOT / ".ministack" / "bin")
+    for folder in (Path(sys.executable).parent, *folders):
         if os.access(folder / name, os.X_OK):
             return str(folder / name)
     # Servers stand where a user's PATH does not look.
