@@ -11,12 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
 from checkpoints.errors import PartedError, SupersededError
+from elastic import resume
 from elastic.agreement import Agreed, Request
-from elastic.errors import ElasticError, PreemptedError
+from elastic.errors import AttentionError, ElasticError, PreemptedError
 from elastic.generation import Generation
 from elastic.metrics import Status
+from elastic.nonfinite import check_rollbacks, unfit
 from elastic.saving import is_due, is_due_at_epoch_end
-from elastic.weights import model_tensors, weights_sha256
+from elastic.summary import now_s
+from elastic.weights import model_tensors, parameter_names, weights_sha256
 
 __all__ = ["Run"]
 
@@ -130,6 +133,46 @@ class Run(Generation):
         # At an epoch's last step the save waits for the epoch's end, which belongs to the state.
         if self._save_deferred and not self.at_epoch_end:
             self.save()
+
+    def is_left_out(self, samples: int) -> bool:
+        """Whether the step of `samples` samples to come is one that a rollback leaves out."""
+        at = self.progress
+        return any(
+            epoch == at.epoch and at.position <= start < at.position + samples
+            for epoch, start in self._skips
+        )
+
+    def roll_back(self, why: str) -> None:
+        """Return to the newest fit checkpoint, as a new generation of the same processes. Collective.
+
+        The step to come is the one that was refused: it is left out when it comes again.
+
+        Raises:
+            AttentionError: There is none, or returning has not helped so far.
+            OverruledError: A newer launch owns the run.
+        """
+        at, began = self.progress, now_s()
+        self._session.slot.beat(at.step, "rollback")
+        parameters = set(parameter_names(self._attached).values())
+        found = resume.find_state(
+            self.world, self.manager, unfit=lambda tree: unfit(tree, parameters)
+        )
+        if found.name is None:
+            raise AttentionError(f"{why}; there is no checkpoint to return to")
+        check_rollbacks(self._claimed.rollbacks, found.name, why)
+        back = resume.Return(
+            to=found.name,
+            skip=((at.epoch, at.position),),
+            cause=f"rollback to {found.name}: step {at.step + 1} is not finite",
+        )
+        if self.is_primary:
+            logger.warning("%s; the run returns to checkpoint %s", why, found.name)
+        spent = self.records.ledger.totals()
+        self.records.event("rollback", step=at.step, to=str(found.name), why=why, spent=spent)
+        self._end_records()
+        self._save_deferred = False
+        self._claim_next([], back)
+        self._take(found, "rollback", began)
 
     def save_soon(self) -> None:
         """Make a checkpoint at the next boundary (a best evaluation). Every rank alike."""

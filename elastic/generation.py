@@ -17,6 +17,7 @@ from checkpoints.errors import PartedError, StoreError, SupersededError
 from checkpoints.generations import check_fence
 from checkpoints.layout import Claim
 from checkpoints.manager import CheckpointManager
+from checkpoints.rollbacks import Position, positions
 from elastic import resume, summary
 from elastic.errors import ElasticError, OverruledError
 from elastic.fence import FenceWatch
@@ -86,6 +87,7 @@ class Generation:
         self._restored: Progress | None = None
         self._loss = float("nan")
         self._save_deferred = False
+        self._skips: frozenset[Position] = frozenset()
         self._stop_asked: str | None = None
         self._finished = False
         self.left = False
@@ -130,6 +132,9 @@ class Generation:
         Raises:
             OverruledError: A newer launch owns the run.
         """
+        self._claim_next(self.former_faults)
+
+    def _claim_next(self, faults: list[Fault], back: resume.Return | None = None) -> None:
         self._claim = resume.claim_generation(
             self.world,
             self.store,
@@ -137,8 +142,10 @@ class Generation:
             hosts=[hello["host"] for hello in self._hellos],
             run_id=self._run_id,
             config=self._setup.config,
-            faults=self.former_faults,
+            faults=faults,
+            back=back,
         )
+        self._skips = positions(self._claim.rollbacks)
         self._session.slot.begin(self.world.rank, self.generation)
         self._records = Records(
             self.store,
@@ -147,7 +154,7 @@ class Generation:
             run_id=self._run_id,
             audit=self._setup.audit,
         )
-        self._records.faults(self.former_faults)
+        self._records.faults(faults)
 
     def attach(self, *, model: nn.Module, **objects: Any) -> None:
         """Take the objects that make up the state, as code and config just made them."""
@@ -164,12 +171,19 @@ class Generation:
         """
         self._session.slot.beat(0, "restore")
         found = resume.find_state(self.world, self.manager)
-        for damaged in found.damaged:
-            self.records.event("damaged", what=damaged)
+        source = "store"
         if found.tree is None:
             source = self._begin(initialize)
-        else:
-            source = "store"
+        elif self.is_primary and resume.is_pending(self.store, self._claimed):
+            source = "rollback"
+        self._take(found, source, min(float(hello["began"]) for hello in self._hellos))
+        self._session.signals.arm()
+
+    def _take(self, found: resume.Found, source: str, began: float) -> None:
+        """Go on from a state that was found, and say so. Collective."""
+        for damaged in found.damaged:
+            self.records.event("damaged", what=damaged)
+        if found.tree is not None:
             tree = dict(found.tree)
             self.progress = Progress.from_tree(tree.pop("progress"))
             at = self.progress
@@ -177,9 +191,8 @@ class Generation:
             self.tell(self.state.restore(tree, steps=at.step, epochs=at.epoch))
         resume.compare_replicas(self.world, self.state.digest(replicated=True))
         if self.is_primary:
-            self._begin_records(found, source)
+            self._begin_records(found, source, began)
         self.world.barrier()
-        self._session.signals.arm()
         self.records.ledger.start()
 
     def _begin(self, initialize: Callable[[], None]) -> str:
@@ -193,7 +206,7 @@ class Generation:
         self.state.broadcast_model(self.world)
         return "fresh" if init_from is None else "init"
 
-    def _begin_records(self, found: resume.Found, source: str) -> None:
+    def _begin_records(self, found: resume.Found, source: str, began: float) -> None:
         claimed = self._claimed
         at = self.progress
         resume.say_started(
@@ -212,7 +225,6 @@ class Generation:
             parent=found.name,
         )
         self._watch = FenceWatch(self.store, claimed)
-        began = min(float(hello["began"]) for hello in self._hellos)
         self.records.started(at, parent=found.name, source=source, began=began)
 
     def save(self) -> bool:
@@ -308,12 +320,18 @@ class Generation:
         if self._records is not None:
             self._records.own_fault(fault, failed=failed)
 
-    def close(self) -> None:
-        """Give everything back, in order."""
+    def _end_records(self) -> None:
+        """This generation writes nothing more."""
         if self._watch is not None:
             self._watch.stop()
+        if self._saver is not None:
+            self._saver.release()
         if self._records is not None:
             self._records.close()
+
+    def close(self) -> None:
+        """Give everything back, in order."""
+        self._end_records()
         self.manager.close()
         self.world.close()
         self._meeting.close()

@@ -128,6 +128,12 @@ class Saver:
         self.last, self._unsaved_since, self.last_error = name, None, None
         return True
 
+    def release(self) -> None:
+        """Let go of what could not be saved: its generation has ended."""
+        if self._held is not None:
+            self._held.release()
+            self._held = None
+
     def put_off(self, step: int, error: CheckpointError) -> None:
         """Tell that the checkpoint of `step` was not made; it is wanted again soon.
 
