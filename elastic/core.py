@@ -11,12 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
 from checkpoints.errors import PartedError, SupersededError
+from elastic import finding, resume
 from elastic.agreement import Agreed, Request
-from elastic.errors import ElasticError, PreemptedError
+from elastic.errors import AttentionError, ElasticError, PreemptedError
 from elastic.metrics import Status
+from elastic.nonfinite import check_rollbacks, unfit
 from elastic.saves import Saves
 from elastic.saving import is_due, is_due_at_epoch_end
-from elastic.weights import model_tensors, weights_sha256
+from elastic.summary import now_s
+from elastic.weights import model_tensors, parameter_names, weights_sha256
 
 __all__ = ["Run"]
 
@@ -137,6 +140,48 @@ class Run(Saves):
             self.save()
         elif agreed.memory or is_due(memory, self.progress.step) or self._save_deferred:
             self.remember()
+
+    def is_left_out(self, samples: int) -> bool:
+        """Whether the step of `samples` samples to come is one that a rollback leaves out."""
+        at = self.progress
+        return any(
+            epoch == at.epoch and at.position <= start < at.position + samples
+            for epoch, start in self._skips
+        )
+
+    def roll_back(self, why: str) -> None:
+        """Return to the newest fit checkpoint, as a new generation of the same processes. Collective.
+
+        The step to come is the one that was refused: it is left out when it comes again.
+
+        Raises:
+            AttentionError: There is none, or returning has not helped so far.
+            OverruledError: A newer launch owns the run.
+        """
+        at, began = self.progress, now_s()
+        self._session.slot.beat(at.step, "rollback")
+        self.settle_snapshot()
+        parameters = set(parameter_names(self._attached).values())
+        found = finding.find_state(
+            self.world, self.manager, None, unfit=lambda tree: unfit(tree, parameters)
+        )
+        if found.name is None:
+            raise AttentionError(f"{why}; there is no checkpoint to return to")
+        check_rollbacks(self._claimed.rollbacks, found.name, why)
+        back = resume.Return(
+            to=found.name,
+            skip=((at.epoch, at.position),),
+            cause=f"rollback to {found.name}: step {at.step + 1} is not finite",
+        )
+        if self.is_primary:
+            logger.warning("%s; the run returns to checkpoint %s", why, found.name)
+        spent = self.records.ledger.totals()
+        self.records.event("rollback", step=at.step, to=str(found.name), why=why, spent=spent)
+        self._end_records()
+        self._save_deferred = False
+        self._claim_next([], back)
+        self._return_to(found, began)
+        self.records.ledger.start()
 
     def save_soon(self) -> None:
         """Make a checkpoint at the next boundary (a best evaluation). Every rank alike."""

@@ -6,7 +6,7 @@ the ranks of a node share that one. Replicas are compared as hashes, and one tha
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -20,8 +20,10 @@ from checkpoints.errors import (
     RecordError,
     StoreError,
 )
+from checkpoints.generations import read_rollbacks
 from checkpoints.layout import CheckpointName
 from checkpoints.manager import CheckpointManager
+from checkpoints.rollbacks import is_left_behind
 from checkpoints.serialization import join, split
 from elastic.errors import ElasticError, ReplicaError
 from elastic.keeping import Keeper
@@ -50,16 +52,19 @@ class Found:
 def find_state(
     world: World,
     manager: CheckpointManager,
-    keeper: Keeper,
+    keeper: Keeper | None,
     left_out: Collection[tuple[str, CheckpointName]] = (),
+    *,
+    unfit: Callable[[Mapping[str, Any]], str | None] = lambda _: None,
 ) -> Found:
     """Load the furthest state that verifies on every rank: from the nodes' memory or the store. Collective.
 
     Args:
         world: The ranks.
         manager: The checkpoints at the run's URL.
-        keeper: This rank's part in its node's memory.
+        keeper: This rank's part in its node's memory; None: only the store is asked.
         left_out: (source, name) of what is known to be wrong.
+        unfit: Why a state that verifies is not to be taken all the same; alike on every rank.
 
     Raises:
         ElasticError: The store failed while reading; a restart may cure it.
@@ -72,12 +77,14 @@ def find_state(
             return Found(name=None, tree=None, damaged=tuple(damaged), ruins=_ruins(wrong))
         load = _load_memory if chosen.source == "memory" else _load_store
         tree, problem = load(world, manager, keeper, chosen)
+        if tree is not None:
+            problem = unfit(tree)
         if problem is None:
             return Found(
                 name=chosen.name,
                 tree=tree,
                 source=chosen.source,
-                path=chosen.paths.get(keeper.node),
+                path=None if keeper is None else chosen.paths.get(keeper.node),
                 damaged=tuple(damaged),
                 ruins=_ruins(wrong),
             )
@@ -105,7 +112,7 @@ class _Chosen:
 def _choose(
     world: World,
     manager: CheckpointManager,
-    keeper: Keeper,
+    keeper: Keeper | None,
     wrong: set[tuple[str, CheckpointName]],
     damaged: list[str],
 ) -> _Chosen | None:
@@ -117,9 +124,10 @@ def _choose(
             "path": one.path,
             "known": None if one.known is None else str(one.known),
         }
-        for one in keeper.held()
+        for one in (keeper.held() if keeper is not None else ())
     ]
-    all_held = [told(one) for one in world.gather({"node": keeper.node, "held": mine})]
+    node = "" if keeper is None else keeper.node
+    all_held = [told(one) for one in world.gather({"node": node, "held": mine})]
     verdict: dict[str, Any] = {}
     if world.is_primary:
         try:
@@ -158,11 +166,13 @@ def _furthest(
             continue
         break
     there = {str(name) for name in names}
+    rollbacks = read_rollbacks(manager.store)
     for held in (one for rank in nodes for one in rank["held"]):
         # It was taken for another history of the store than the one that is there.
         if held["known"] is not None and held["known"] not in there:
             continue
-        if ("memory", CheckpointName.parse(held["name"])) in wrong:
+        name = CheckpointName.parse(held["name"])
+        if ("memory", name) in wrong or is_left_behind(name, rollbacks):
             continue
         candidate = (held["position"], 1, held["name"])
         if best is None or candidate > best:
@@ -192,13 +202,13 @@ Loaded = tuple[Mapping[str, Any] | None, str | None]
 
 
 def _load_memory(
-    world: World, _manager: CheckpointManager, keeper: Keeper, chosen: _Chosen
+    world: World, _manager: CheckpointManager, keeper: Keeper | None, chosen: _Chosen
 ) -> Loaded:
     """Map the node's snapshot; a node without it is sent the state by one that has it. Collective."""
-    path = chosen.paths.get(keeper.node)
+    path = None if keeper is None else chosen.paths.get(keeper.node)
     tree: Mapping[str, Any] | None = None
     problem = ""
-    if path is not None:
+    if path is not None and keeper is not None:
         keeper.count_try(path, began=False)
         try:
             tree = memory.load(path, chosen.name)
@@ -240,7 +250,7 @@ def send_tree(world: World, tree: Mapping[str, Any] | None, source: int) -> Mapp
 
 
 def _load_store(
-    world: World, manager: CheckpointManager, keeper: Keeper, chosen: _Chosen
+    world: World, manager: CheckpointManager, keeper: Keeper | None, chosen: _Chosen
 ) -> Loaded:
     """Read a checkpoint once for each node, into memory that its ranks share. Collective.
 
@@ -249,16 +259,17 @@ def _load_store(
     """
     tree: Mapping[str, Any] | None = None
     problem, passing, path = "", False, None
+    node = "" if keeper is None else keeper.node
     try:
-        path = keeper.fetch(manager, chosen.name) if keeper.leads else None
+        path = keeper.fetch(manager, chosen.name) if keeper is not None and keeper.leads else None
     except (DamagedError, StoreError, ObjectMissingError, NoCheckpointError) as error:
         problem, passing = str(error), isinstance(error, StoreError)
     said = _agreed(
-        world, chosen, {"problem": problem, "passing": passing, "path": path, "node": keeper.node}
+        world, chosen, {"problem": problem, "passing": passing, "path": path, "node": node}
     )
     if isinstance(said, str):
         return None, said
-    path = next((one["path"] for one in said if one["node"] == keeper.node and one["path"]), None)
+    path = next((one["path"] for one in said if one["node"] == node and one["path"]), None)
     try:
         # Without shared memory each rank reads for itself.
         tree = memory.load(path, chosen.name) if path else manager.restore(chosen.name)

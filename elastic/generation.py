@@ -16,6 +16,7 @@ from checkpoints.errors import StoreError
 from checkpoints.generations import check_fence
 from checkpoints.layout import CheckpointName, Claim
 from checkpoints.manager import CheckpointManager
+from checkpoints.rollbacks import Position, positions
 from elastic import finding, resume, summary
 from elastic.errors import ElasticError, OverruledError, ReplicaError
 from elastic.fence import FenceWatch
@@ -94,6 +95,7 @@ class Generation:
         self._loss = float("nan")
         self._restored_from = ""
         self._parent: CheckpointName | None = None
+        self._skips: frozenset[Position] = frozenset()
         self._stop_asked: str | None = None
         self._finished = False
         self.left = False
@@ -138,6 +140,9 @@ class Generation:
         Raises:
             OverruledError: A newer launch owns the run.
         """
+        self._claim_next(self.former_faults)
+
+    def _claim_next(self, faults: list[Fault], back: resume.Return | None = None) -> None:
         self._claim = resume.claim_generation(
             self.world,
             self.store,
@@ -145,8 +150,10 @@ class Generation:
             hosts=[hello["host"] for hello in self._hellos],
             run_id=self._run_id,
             config=self._setup.config,
-            faults=self.former_faults,
+            faults=faults,
+            back=back,
         )
+        self._skips = positions(self._claim.rollbacks)
         self._session.slot.begin(self.world.rank, self.generation)
         self._records = Records(
             self.store,
@@ -155,7 +162,7 @@ class Generation:
             run_id=self._run_id,
             audit=self._setup.audit,
         )
-        self._records.faults(self.former_faults)
+        self._records.faults(faults)
 
     def attach(self, *, model: nn.Module, **objects: Any) -> None:
         """Take the objects that make up the state, as code and config just made them."""
@@ -175,8 +182,6 @@ class Generation:
         wrong: list[tuple[str, CheckpointName]] = []
         while True:
             found = finding.find_state(self.world, self.manager, self.keeper, wrong)
-            for damaged in found.damaged:
-                self.records.event("damaged", what=damaged)
             source = self._begin_from(found, initialize)
             try:
                 finding.compare_replicas(
@@ -191,14 +196,28 @@ class Generation:
             else:
                 break
         if self.is_primary:
-            self._begin_records(found, source)
+            if found.tree is not None and resume.is_pending(self.store, self._claimed):
+                source = "rollback"
+            self._begin_records(found, source, min(float(hello["began"]) for hello in self._hellos))
         if found.path is not None:
             self.keeper.count_try(found.path, began=True)
         self._session.signals.arm()
         self.records.ledger.start()
 
+    def _return_to(self, found: finding.Found, began: float) -> None:
+        """Go on from an earlier state as a new generation of the same processes. Collective."""
+        self._begin_from(found, lambda: None)
+        digest = self.state.digest(replicated=True)
+        finding.compare_replicas(self.world, digest, when="after the rollback")
+        if self.is_primary:
+            self._begin_records(found, "rollback", began)
+        self.world.barrier()
+        self.records.ledger.start()
+
     def _begin_from(self, found: finding.Found, initialize: Callable[[], None]) -> str:
         """Put the found state into the attached objects, or first weights; returns the source."""
+        for damaged in found.damaged:
+            self.records.event("damaged", what=damaged)
         if found.tree is None:
             return self._begin(initialize)
         tree = dict(found.tree)
@@ -220,7 +239,7 @@ class Generation:
         self.state.broadcast_model(self.world)
         return "fresh" if init_from is None else "init"
 
-    def _begin_records(self, found: finding.Found, source: str) -> None:
+    def _begin_records(self, found: finding.Found, source: str, began: float) -> None:
         claimed = self._claimed
         at = self.progress
         resume.say_started(
@@ -241,7 +260,6 @@ class Generation:
             parent=found.name,
         )
         self._watch = FenceWatch(self.store, claimed)
-        began = min(float(hello["began"]) for hello in self._hellos)
         self.records.started(at, parent=found.name, source=source, began=began)
         failures, observed_s = self.records.history()
         self._saver.pace.seen(failures, observed_s)
@@ -276,12 +294,18 @@ class Generation:
         if self._records is not None:
             self._records.own_fault(fault, failed=failed)
 
-    def close(self) -> None:
-        """Give everything back, in order."""
+    def _end_records(self) -> None:
+        """This generation writes nothing more."""
         if self._watch is not None:
             self._watch.stop()
+        if self._saver is not None:
+            self._saver.release()
         if self._records is not None:
             self._records.close()
+
+    def close(self) -> None:
+        """Give everything back, in order."""
+        self._end_records()
         self.keeper.close(finished=self._finished)
         self.manager.close()
         self.world.close()

@@ -30,6 +30,7 @@ from elastic.errors import StartError
 from elastic.evaluate import Evaluation
 from elastic.identity import compare_ranks, fingerprint_dataset
 from elastic.loader import Loader, StepBatch, count_samples
+from elastic.nonfinite import check_skips
 from elastic.options import Settings
 from elastic.phases import Phase, Schedules, by_phase, make_optimizers, make_scaler, phases_of
 from elastic.reduce import PlainReducer, Reducer
@@ -87,6 +88,8 @@ class Training:
             ema=self._average,
         )
         run.restore(lambda: job.initialize(model))
+        if train.on_nonfinite == "rollback" and run.step == 0:
+            run.save()  # so that there is always something to return to
         self.model = model
         if self._bitwise:
             self._check_machines()
@@ -123,27 +126,34 @@ class Training:
     def train(self) -> None:
         """Train to the end, as this generation can. Collective."""
         run = self.run
-        for epoch in run.epochs(self.settings.train.epochs):
+        for _ in run.epochs(self.settings.train.epochs):
             self._catch_up()
-            self._train_epoch(epoch)
+            while (refused := self._train_epoch(run.epoch)) is not None:
+                self._roll_back(refused)
             if run.at_epoch_end:
-                self._end_epoch(epoch)
+                self._end_epoch(run.epoch)
             elif run.over and run.progress.stopped is None and self._evaluated_at != run.step:
                 self._evaluate()  # train.max_steps ends inside an epoch: its figures all the same
         if run.is_primary:
             with kept_random_state(run.device):
                 self.job.on_end(run)
 
-    def _train_epoch(self, epoch: int) -> None:
-        run = self.run
+    def _train_epoch(self, epoch: int) -> str | None:
+        """Take the epoch's steps; returns what was not finite where the run is to go back."""
+        run, train = self.run, self.settings.train
         batches = self._loader.epoch(epoch, run.progress.position)
         with contextlib.closing(cast("Generator[StepBatch]", batches)):
             for batch in batches:
                 if run.over:
-                    return
+                    return None
                 run.records.audit(run.progress, [i for m in batch.micro_batches for i in m.indices])
-                request = run.request(evaluate=self._eval_clock.due)
-                result = self._stepper.run(run.step + 1, batch, request)
+                if run.is_left_out(batch.size):
+                    result = self._stepper.leave_out()
+                else:
+                    request = run.request(evaluate=self._eval_clock.due)
+                    result = self._stepper.run(run.step + 1, batch, request)
+                if result.refused is not None and train.on_nonfinite == "rollback":
+                    return result.refused
                 if self._average is not None and not result.skipped:
                     self._average.update()
                 self._schedules.advance("step")
@@ -153,6 +163,7 @@ class Training:
                     skipped=result.skipped,
                     values={"lr": result.lr, "grad_norm": result.grad_norm, **result.named},
                 )
+                check_skips(run.progress.skipped_in_row, train.precision, result.refused)
                 if self._hooks_steps:
                     self._hook(self.job.on_step)
                 due = is_due(self.settings.eval.every, run.step) or result.agreed.evaluate
@@ -162,6 +173,14 @@ class Training:
                 elif due:
                     run.progress.evaluation_due = True
                 run.settle(result.agreed)
+        return None
+
+    def _roll_back(self, refused: str) -> None:
+        """Go on from an older checkpoint without the step that was refused. Collective."""
+        self.run.roll_back(refused)
+        self._eval_clock.restart()
+        self._evaluated_at = -1
+        self._catch_up()
 
     def _end_epoch(self, epoch: int) -> None:
         due = is_due_at_epoch_end(self.settings.eval.every, epoch)

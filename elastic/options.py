@@ -80,7 +80,7 @@ class TrainOptions:
     threads: int | None = None
     """Threads of one worker's CPU arithmetic; by default what OMP_NUM_THREADS says, else the cores shared, with `bitwise` 1."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """What to do where a loss or a gradient is not finite, agreed by all ranks."""
+    """Where a loss or a gradient is not finite, agreed by all ranks: `stop` the run, `skip` the update, or `rollback` to a checkpoint and leave the step out."""
     ema: float | None = None
     """Decay of an average of the weights, kept beside them and used by evaluations; from the first weights on, no warm-up."""
     logical_shards: int | None = None
@@ -115,12 +115,6 @@ class TrainOptions:
             )
         delays = math.isfinite(self.step_delay) and self.step_delay >= 0
         _require("step_delay", self.step_delay, "seconds, 0 or more", holds=delays)
-        _not_yet(
-            "on_nonfinite",
-            self.on_nonfinite,
-            asked=self.on_nonfinite == "rollback",
-            instead="write stop or skip",
-        )
         _not_yet("stop_before", self.stop_before, asked=self.stop_before is not None)
 
 

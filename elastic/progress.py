@@ -13,7 +13,7 @@ from checkpoints.errors import RecordError
 
 __all__ = ["Best", "Progress"]
 
-_ADDED: Final = frozenset({"arithmetic", "bits_until"})
+_ADDED: Final = frozenset({"arithmetic", "bits_until", "skipped_in_row"})
 """Counters that checkpoints of the first version do not have."""
 
 
@@ -40,6 +40,8 @@ class Progress:
     samples: int = 0
     """Samples used over the whole run, each step of the lineage once."""
     skipped_steps: int = 0
+    skipped_in_row: int = 0
+    """Steps skipped since the last one that was applied."""
     evaluation_due: bool = False
     """An evaluation belongs to the last step and has not been done."""
     bests: list[Best] = field(default_factory=list)
@@ -66,6 +68,7 @@ class Progress:
         self.position += samples
         self.samples += samples
         self.skipped_steps += skipped
+        self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
 
     def end_epoch(self) -> None:
         """The end of the epoch is done too."""

@@ -8,6 +8,7 @@ refused. Which state it begins from is the business of `elastic.finding`.
 import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,17 +21,28 @@ from checkpoints.errors import (
     StoreError,
     SupersededError,
 )
-from checkpoints.generations import check_fence, claim, newest_generation, read_claim, write_started
+from checkpoints.generations import (
+    check_fence,
+    claim,
+    newest_generation,
+    read_claim,
+    read_rollbacks,
+    write_started,
+)
 from checkpoints.layout import (
     JSON,
     RUN,
     AgentId,
+    CheckpointName,
     Claim,
+    Rollback,
     RunRecord,
     Started,
     new_token,
+    started_name,
 )
 from checkpoints.redaction import redact_url
+from checkpoints.rollbacks import Position
 from checkpoints.store import Store
 from elastic.errors import ElasticError, OverruledError, StartError
 from elastic.finding import Found, told
@@ -40,9 +52,26 @@ from elastic.monitor import Fault
 from elastic.weights import load_model, model_tensors
 from elastic.world import World
 
-__all__ = ["agree_on_run", "cause_of", "claim_generation", "load_initial", "say_started"]
+__all__ = [
+    "Return",
+    "agree_on_run",
+    "cause_of",
+    "claim_generation",
+    "is_pending",
+    "load_initial",
+    "say_started",
+]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Return:
+    """A rollback that a claim is to hold."""
+
+    to: CheckpointName
+    skip: tuple[Position, ...]
+    cause: str
 
 
 def agree_on_run(
@@ -82,6 +111,8 @@ def cause_of(
     previous: Claim | None, agents: Sequence[AgentId], faults: Sequence[Fault], launch_is_new: bool
 ) -> str:
     """Why a generation begins, in half a line, from what the one before it left."""
+    if previous is not None and previous.rollback is not None and not previous.agents:
+        return previous.cause  # by hand
     if previous is None or launch_is_new:
         return "start"
     primary = [fault for fault in faults if not fault.is_secondary]
@@ -104,8 +135,9 @@ def claim_generation(
     run_id: str,
     config: Mapping[str, Any],
     faults: Sequence[Fault],
+    back: Return | None = None,
 ) -> Claim:
-    """Claim the next generation on the primary and tell it to all. Collective.
+    """Claim the next generation on the primary and tell it to all; `back` makes it a rollback. Collective.
 
     Raises:
         OverruledError: A newer launch owns the run.
@@ -117,6 +149,10 @@ def claim_generation(
 
         def make(generation: int, launch: str) -> Claim:
             is_new = previous is None or launch != previous.launch
+            rollbacks = read_rollbacks(store)
+            if back is not None:
+                own = Rollback(generation=generation, to=back.to, skip=back.skip)
+                rollbacks = (*rollbacks, own)
             return Claim(
                 generation=generation,
                 run_id=run_id,
@@ -127,8 +163,9 @@ def claim_generation(
                 hosts=tuple(hosts),
                 versions={"torch": torch.__version__, "python": platform.python_version()},
                 config=dict(config),
-                cause=cause_of(previous, agents, faults, is_new),
+                cause=back.cause if back else cause_of(previous, agents, faults, is_new),
                 faults=tuple(cast("dict[str, JSON]", fault.to_json()) for fault in faults),
+                rollbacks=rollbacks,
             )
 
         verdict = _claim(store, agents, make)
@@ -177,6 +214,14 @@ def load_initial(model: nn.Module, url: str, options: Mapping[str, object]) -> l
         )
     lines = [f"checkpoint.init_from: {len(report.loaded)} tensors loaded from {redact_url(url)}"]
     return lines + [f"checkpoint.init_from: {line}" for line in report.lines()]
+
+
+def is_pending(store: Store, claimed: Claim) -> bool:
+    """Whether a rollback that an older claim holds has not been started by any generation yet."""
+    if not claimed.rollbacks:
+        return False
+    since = range(claimed.rollbacks[-1].generation, claimed.generation)
+    return not any(store.exists(started_name(generation)) for generation in since)
 
 
 def say_started(

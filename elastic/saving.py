@@ -262,6 +262,12 @@ class Saver:
         self.last = name or self.last
         self._unsaved_since = self._retry_at = self.last_error = None
 
+    def release(self) -> None:
+        """Let go of what could not be saved: its generation has ended."""
+        if self._held is not None:
+            self._held.release()
+            self._held = None
+
     def put_off(self, step: int, error: CheckpointError) -> None:
         """Tell that the checkpoint of `step` was not made; it is wanted again soon.
 

@@ -126,6 +126,19 @@ class Stepper:
             named=self._named(outcomes),
         )
 
+    def leave_out(self) -> StepResult:
+        """What a step gives that a rollback leaves out. Every rank alike; no collective."""
+        return StepResult(
+            loss=math.nan,
+            count=0.0,
+            grad_norm=math.nan,
+            lr=self._rate(-1),
+            skipped=True,
+            refused=None,
+            agreed=Agreed(),
+            named={},
+        )
+
     def _rate(self, index: int) -> float:
         return float(self._phases[index].optimizer.param_groups[0]["lr"])
 

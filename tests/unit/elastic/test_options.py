@@ -27,6 +27,15 @@ def settings(**changed: object) -> Settings:
         ({"threads": 0}, "threads: found 0, expected at least 1"),
         ({"step_delay": -1.0}, "step_delay: found -1.0, expected seconds, 0 or more"),
         ({"logical_shards": 0}, "logical_shards: found 0, expected at least 1"),
+        (
+            {"logical_shards": 65},
+            "logical_shards: found 65, expected at most global_batch_size (64)",
+        ),
+        (
+            {"reproducible": "bitwise"},
+            "reproducible: found bitwise without logical_shards, expected it set: the slices of a "
+            "batch whose sums have one order, 8 for instance",
+        ),
         ({"ema": 1.0}, "ema: found 1.0, expected a decay from 0 up to 1, such as 0.999"),
         ({"ema": -0.1}, "ema: found -0.1, expected a decay from 0 up to 1, such as 0.999"),
     ],
