@@ -382,11 +382,16 @@ class Buffers:
         """The shared memory of all slots."""
         return [slot.memory for slot in self._slots if isinstance(slot.memory, Segment)]
 
-    def forget_all(self) -> None:
-        """No slot holds a snapshot any more: what is in them is not to be trusted."""
+    def forget(self, good: Collection[CheckpointName]) -> None:
+        """What is in the slots is no snapshot any more, but for those that are known to be good."""
         with self._lock:
             for slot in self._slots:
-                snapshots.clear(slot.memory.view())
+                memory = slot.memory.view()
+                with contextlib.suppress(CheckpointError):
+                    found = snapshots.read(memory)
+                    if found is None or found.name in good:
+                        continue
+                snapshots.clear(memory)
 
     def close(self, *, unlink: bool = True) -> None:
         """Forget the slots; snapshots that are still held keep their memory."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from checkpoints import reader
-from checkpoints.canonical import parse
+from checkpoints.canonical import LIMIT_BYTES, parse
 from checkpoints.errors import DamagedError, NoCheckpointError, ObjectMissingError
 from checkpoints.generations import newest_generation, read_rollbacks
 from checkpoints.layout import CHECKPOINTS, MANIFEST, SUMMARY, CheckpointName, Manifest, Rollback
@@ -217,7 +217,9 @@ class Catalog:
                 return found
             break
         try:
-            return _best_name(parse(self.store.get(SUMMARY), SUMMARY).get("best"))
+            return _best_name(
+                parse(self.store.get(SUMMARY, limit_bytes=LIMIT_BYTES), SUMMARY).get("best")
+            )
         except ObjectMissingError:
             return None
 

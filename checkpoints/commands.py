@@ -18,7 +18,7 @@ from checkpoints.errors import CheckpointError, DamagedError
 from checkpoints.exporting import FORMATS, export
 from checkpoints.housekeeping import prune, sweep
 from checkpoints.inspection import list_checkpoints, show, verify
-from checkpoints.question import Question, ask, read_options
+from checkpoints.question import Question, ask, read_options, shown
 from checkpoints.redaction import redact, secret_values
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str], *, clock: Callable[[], float] = time.time) -> int:
         question = ask(arguments.url, options, arguments, clock())
         return int(_COMMANDS[arguments.command](question))
     except (CheckpointError, OSError) as error:
-        line = " ".join(redact(str(error), secrets).split())
+        line = shown(" ".join(redact(str(error), secrets).split()))
         sys.stderr.write(f"checkpoints {arguments.command}: {line}\n")
         return 1 if isinstance(error, DamagedError) else 2
     except KeyboardInterrupt:

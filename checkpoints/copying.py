@@ -29,6 +29,7 @@ from checkpoints.layout import (
     PartSum,
 )
 from checkpoints.parts import check_size, object_name
+from checkpoints.reader import check_fit, check_structure
 from checkpoints.references import INDEX, lead_to
 from checkpoints.spool import check, fetch, fetch_object, spool
 from checkpoints.store import open_store
@@ -202,6 +203,9 @@ def _copy_checkpoint(work: Copy, manifest: Manifest, *, is_alone: bool) -> None:
             work.skipped_bytes += wanted.size_bytes
             work.progress.add(2 * wanted.size_bytes)
             return
+        for entry in manifest.files:
+            check_structure(work.source, manifest, entry)
+        check_fit(work.source, manifest)
         for mine, theirs in zip(manifest.files, wanted.files, strict=True):
             _copy_file(work, (manifest, mine), (wanted, theirs), texts.get(mine.name))
     except DamagedError as error:

@@ -121,17 +121,19 @@ def _rows(
 ) -> tuple[list[tuple[str, str, tuple[int, ...], int]], dict[str, str]]:
     """What the new header tells of each tensor, and the new name of each."""
     names: dict[str, str] = {}
+    taken: set[str] = set()
     rows = []
     for entry, _, header in sources:
         for spec in header.tensors:
             plain = ".".join(part for part in spec.name.split(".") if part != _COMPILED)
             plain = plain.removeprefix(strip)
-            if not plain or spec.name in names or plain in names.values():
+            if not plain or spec.name in names or plain in taken:
                 raise DamagedError(
                     f"{entry.name}: tensor {spec.name[:80]!r}: found a second one of the name"
                     f" {plain[:80]!r}"
                 )
             names[spec.name] = plain
+            taken.add(plain)
             rows.append((plain, spec.dtype, spec.shape, spec.size_bytes))
     return rows, names
 

@@ -77,8 +77,13 @@ class Question:
 
     def answer(self, value: object, lines: Sequence[str]) -> None:
         """Print the one or the other."""
-        text = json.dumps(value, indent=2) if self.as_json else "\n".join(lines)
+        text = json.dumps(value, indent=2) if self.as_json else "\n".join(map(shown, lines))
         sys.stdout.write(f"{text}\n")
+
+
+def shown(line: str) -> str:
+    """A line as a terminal may get it: what came from a store could hold commands for it."""
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def ask(
@@ -144,6 +149,11 @@ def problems_of(
             problems.append(str(error))
     if not any(entry.name == STATE for entry in manifest.files):
         problems.append(f"checkpoint {manifest.name}: {STATE}: is not in the manifest")
+    if not problems:
+        try:
+            reader.check_fit(catalog.store, manifest)
+        except DamagedError as error:
+            problems.append(str(error))
     return problems
 
 

@@ -113,15 +113,26 @@ def verify_file(
     Raises:
         DamagedError: It does not verify, or is not what its name says.
     """
+    check_structure(store, manifest, entry)
+    if entry.name.endswith(_TENSORS):
+        run_parts([VerifyOnly(store, manifest, entry)], tell)
+    elif tell is not None:
+        tell(entry.size_bytes)
+
+
+def check_structure(store: Store, manifest: Manifest, entry: FileEntry) -> None:
+    """Look whether a file is what its name says; of tensors only the header is read.
+
+    Raises:
+        DamagedError: It is not.
+    """
     if entry.name == STATE:
         read_state(store, manifest)
-        return
-    if entry.name.endswith(_INDEX):
+    elif entry.name.endswith(_INDEX):
         read_index(store, manifest, entry)
-        return
-    check_kind(manifest, entry)
-    read_header(store, manifest, entry)
-    run_parts([VerifyOnly(store, manifest, entry)], tell)
+    else:
+        check_kind(manifest, entry)
+        read_header(store, manifest, entry)
 
 
 def verify(store: Store, manifest: Manifest) -> None:
@@ -134,6 +145,32 @@ def verify(store: Store, manifest: Manifest) -> None:
         check_size(store, manifest, entry)
     for entry in manifest.files:
         verify_file(store, manifest, entry)
+    check_fit(store, manifest)
+
+
+def check_fit(store: Store, manifest: Manifest) -> None:
+    """Look whether state and tensors belong together, without reading the tensors.
+
+    Raises:
+        DamagedError: A tensor is missing, or has no place.
+    """
+    state = read_state(store, manifest)
+    names: dict[str, list[str]] = {}
+    for entry in manifest.files:
+        if entry.name.endswith(_TENSORS):
+            _, header = read_header(store, manifest, entry)
+            names[entry.name] = [spec.name for spec in header.tensors]
+    for key, skeleton in state.skeletons.items():
+        where = f"checkpoint {manifest.name}: {STATE}: {key}"
+        mine: dict[str, None] = {}
+        for file in state.files.get(key, ()):
+            for name in names[file]:
+                if name in mine:
+                    raise DamagedError(
+                        f"checkpoint {manifest.name}: {file}: a tensor is there twice"
+                    )
+                mine[name] = None
+        join(skeleton, mine, where=where)
 
 
 def check_kind(manifest: Manifest, entry: FileEntry) -> None:

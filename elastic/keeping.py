@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _RETRY_S: Final = 60.0
 _PAUSE_S: Final = 15.0
 _MOST_TRIES: Final = 2
+_POLL_S: Final = 0.002
 
 
 @dataclass(kw_only=True, slots=True)
@@ -222,14 +223,23 @@ class Keeper:
         """Wait until all that was offered is settled; False where that takes longer."""
         return self._writer is None or self._writer.wait(timeout_s)
 
+    def await_memory(self, timeout_s: float) -> bool:
+        """Wait until there is memory for another snapshot; False where that takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while self._buffers is not None and not self._buffers.has_free:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
     def note_known(self, name: CheckpointName) -> None:
         """A checkpoint is in the store: snapshots from now on know of it."""
         self._known = name
 
-    def distrust(self) -> None:
-        """What this node holds in memory may be wrong: forget it."""
+    def distrust(self, good: Collection[CheckpointName]) -> None:
+        """What this node holds in memory may be wrong: forget it, but for what is known to be good."""
         if self._buffers is not None:
-            self._buffers.forget_all()
+            self._buffers.forget(good)
 
     # ------------------------------------------------------------------------------------- restoring
     @property

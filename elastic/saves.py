@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 _SLICE_BYTES: Final = 256 << 20
 """Of a larger state each save compares a slice, so that a few saves compare it all."""
+_MOST_GOOD: Final = 8
+"""More states than a node holds in memory."""
+_FREE_S: Final = 3.0
+"""How long a save that has to be made waits for memory."""
 _LOOK_S: Final = 0.3
 
 
@@ -57,6 +61,8 @@ class Saves(Generation):
         self._begun_step = -1
         self._flight: Flight | None = None
         self._compared = 0
+        self._compares_all = False
+        self._good: list[CheckpointName] = []
         self._save_deferred = False
         self._keep_next = False
 
@@ -133,12 +139,14 @@ class Saves(Generation):
 
         # With peers the offer waits until their replicas were compared.
         at_once = offer if digest is None else None
+        if keep:
+            self.keeper.await_memory(_FREE_S)
         taken = self._take(done=at_once)
         if taken is None:
             self._flight = Flight(taken=None, digest=digest, step=step)
             if saver is not None:
                 self.progress.name_checkpoint(None)
-                saver.put_off(step, StoreError("no memory for a snapshot is free"))
+                saver.defer()  # one waits already: nothing is lost but some steps of age
             return False
         if saver is not None:
             saver.begin(step)
@@ -203,17 +211,22 @@ class Saves(Generation):
         tree = self.state.replicated()
         parts = max(1, -(-self.state.size_bytes // _SLICE_BYTES))
         part, self._compared = self._compared, self._compared + 1
+        self._compares_all = parts == 1
         return self.keeper.copier.start(lambda: digest_of(tree, part=part, parts=parts))
 
     def _compare(self, digest: "Future[str] | None") -> None:
+        """Compare the replicas of the step whose save was begun. Collective where there is a digest."""
         if digest is None:
             return
+        step = self._begun_step
         try:
-            when = f"before the checkpoint of step {self._begun_step}"
+            when = f"before the checkpoint of step {step}"
             finding.compare_replicas(self.world, digest.result(), when=when)
         except ReplicaError:
-            self.keeper.distrust()
+            self.keeper.distrust(self._good)
             raise
+        if self._compares_all:
+            self._good = [*self._good[-_MOST_GOOD:], CheckpointName(self.generation, step)]
 
     def _save_here(self) -> bool:
         """Make the checkpoint in this process, while all wait. Primary; elsewhere it does nothing."""

@@ -132,6 +132,10 @@ class Saver:
         self._retry_at = None
         self._pending.add(self.name(step))
 
+    def defer(self) -> None:
+        """There was no memory for a snapshot: the save is wanted at the next step."""
+        self._retry_at = self._clock()
+
     def offer(self, snapshot: Snapshot, *, protect: Sequence[str], keep: bool) -> None:
         """Give a whole snapshot to the writer, or write it here where there is none any more. Any thread."""
         protected = list(protect)

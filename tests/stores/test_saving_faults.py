@@ -1,7 +1,6 @@
 """Checkpoints on real stores while something goes wrong with them."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,11 +14,14 @@ import pytest
 from checkpoints.errors import CheckpointError, DamagedError, StoreError, StoreFullError
 from checkpoints.manager import CheckpointManager
 from checkpoints.store import Store, open_store
+from tests.support.disks import small_disk
 from tests.support.fault_proxy import Fault, FaultProxy, Kind
 from tests.support.object_stores import S3Server, s3_options
 from tests.support.saving_worker import is_whole, save, sized
 from tests.support.states import name, same
-from tests.support.tools import ROOT, missing, need_tool
+from tests.support.tools import ROOT
+
+__all__ = ["small_disk"]
 
 
 # ----------------------------------------------------------------------------------------- one file
@@ -133,22 +135,6 @@ def test_a_server_killed_and_started_again_during_saves_loses_nothing_that_was_c
 
 
 # ----------------------------------------------------------------------------------------- the disk
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, 16 MiB large."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.getuid() != 0:
-        missing("mounting a small file system needs root")
-    mount = [need_tool("mount"), "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        missing("this machine does not let root mount a tmpfs")
-    try:
-        yield folder
-    finally:
-        subprocess.run([need_tool("umount"), "-l", str(folder)], check=True)
-
-
 def test_c31_a_full_disk_harms_nothing_and_saving_resumes_once_there_is_room(
     small_disk: Path,
 ) -> None:
