@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _FENCE_S: Final = 5.0
 _LEAVE_S: Final = 20.0
 """How long a leaving generation waits for its last checkpoint; launchers kill after 30 seconds."""
+_DRAIN_S: Final = 60.0
+"""How long a rollback waits for the checkpoints that are on their way."""
 _PEER_S: Final = 3.0
 _POLL_S: Final = 0.05
 
@@ -160,7 +162,7 @@ class Run(Saves):
         """
         at, began = self.progress, now_s()
         self._session.slot.beat(at.step, "rollback")
-        self.settle_snapshot()
+        self.drain(_DRAIN_S)
         parameters = set(parameter_names(self._attached).values())
         found = finding.find_state(
             self.world, self.manager, None, unfit=lambda tree: unfit(tree, parameters)

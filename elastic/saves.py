@@ -317,6 +317,22 @@ class Saves(Generation):
             if told != "waiting":
                 return bool(told == "saved")
 
+    def drain(self, limit_s: float) -> None:
+        """Wait until what was offered to the writer is settled, for so long at most. Collective.
+
+        No collective in it waits for the store, so that none can time out.
+        """
+        self.settle_snapshot()
+        deadline = time.monotonic() + limit_s
+        while True:
+            settled = True
+            if self._saver is not None:
+                settled = self.keeper.wait(_LOOK_S) or time.monotonic() > deadline
+                self.look_after_saves()
+            self._session.slot.beat(self.progress.step, "save")
+            if self.world.broadcast(settled):
+                return
+
     def _info(self) -> dict[str, Any]:
         at = self.progress
         return {
