@@ -141,6 +141,8 @@ class Saves(Generation):
         at_once = offer if digest is None else None
         if keep:
             self.keeper.await_memory(_FREE_S)
+        elif saver is not None:
+            saver.await_quick()
         taken = self._take(done=at_once)
         if taken is None:
             self._flight = Flight(taken=None, digest=digest, step=step)

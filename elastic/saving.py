@@ -30,6 +30,8 @@ __all__ = ["Clocked", "Outcome", "Saver", "is_due"]
 
 logger = logging.getLogger(__name__)
 
+_QUICK_S: Final = 0.5
+"""A checkpoint that takes less is waited for before the next one is begun."""
 _RETRY_S: Final = 15.0
 
 Outcome = Literal["saved", "waiting", "failed"]
@@ -90,6 +92,7 @@ class Saver:
         )
         self._held: Snapshot | None = None
         self._pending: set[CheckpointName] = set()
+        self._took_s = 0.0
         self._unsaved_since: float | None = None
         self._retry_at: float | None = None
         self._costs: dict[CheckpointName, float] = {}
@@ -126,6 +129,14 @@ class Saver:
         return name == self.last or name in self._pending
 
     # ----------------------------------------------------------------------------- by the writer
+    def await_quick(self) -> None:
+        """Where checkpoints are quick to make, let the one before be made and not be replaced by this one.
+
+        So a small state has a checkpoint at each step that asks for one, and a large or slow one never waits.
+        """
+        if self._pending and self._took_s < _QUICK_S:
+            self._keeper.wait(_QUICK_S)
+
     def begin(self, step: int) -> None:
         """The checkpoint of `step` is being taken: it counts as begun."""
         self.pace.restart()
@@ -180,6 +191,7 @@ class Saver:
             case "committed":
                 self._pending.discard(name)
                 self._keeper.note_known(name)
+                self._took_s = float(message["seconds"])
                 self._saved(name if own else None)
                 cost = self._costs.pop(name, 0.0) + float(message.get("cpu_s", 0.0))
                 self._tell(self.pace.cost(cost, took_s=float(message["seconds"])))

@@ -1,5 +1,6 @@
 """The writer, its trainers and their agent, as real processes that are killed, stopped and left alone."""
 
+import functools
 import os
 import random
 import secrets
@@ -25,6 +26,11 @@ def node(tmp_path: Path) -> Iterator[Node]:
         yield made
 
 
+def has_committed(node: Node, step: int) -> bool:
+    committed = node.committed()
+    return bool(committed) and committed[0].step >= step
+
+
 def test_a_trainer_killed_right_after_a_snapshot_does_not_lose_it(node: Node) -> None:
     for _ in range(3):
         trainer = node.start(megabytes=32)
@@ -33,10 +39,7 @@ def test_a_trainer_killed_right_after_a_snapshot_does_not_lose_it(node: Node) ->
         trainer.wait()
         # What was printed was offered, and a line is printed after the offer.
         last = node.steps()[-1]
-        node.until(
-            lambda last=last: node.committed()[:1] and node.committed()[0].step >= last,
-            f"step {last}",
-        )
+        node.until(functools.partial(has_committed, node, last), f"step {last}")
         node.check_newest()
 
 

@@ -40,6 +40,10 @@ def forward(reducer: PlainReducer, x: Tensor, **kwargs: Any) -> Tensor:
     return found
 
 
+def penalised(model: Any, x: Tensor) -> tuple[Tensor, int]:
+    return model.penalty() + model.spare(x).sum(), 7
+
+
 LAST, FIRST = Turn(shard=0), Turn(shard=0, closes=False, last=False)
 
 
@@ -88,7 +92,7 @@ def exercise(world: World) -> dict[str, Any]:
     net.zero_grad(set_to_none=True)
     reducer.begin(0, [])
     with reducer.turn(LAST):
-        parts: Any = reducer.forward(lambda model: (model.penalty() + model.spare(mine).sum(), 7))
+        parts: Any = reducer.forward(lambda model: penalised(model, mine))
         reducer.backward(parts[0], loss=3.0, count=1.0)
     found["parts"] = (gradient(net), reducer.finish().loss, parts[1])
     found["unused"] = exercise_unused(world)
