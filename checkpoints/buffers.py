@@ -1,7 +1,7 @@
 """The memory of snapshots: made once, used again, and filled beside the training.
 
-Promises: once a filling is finished, nothing that happens to the live tensors changes the snapshot. What
-the next forward changes is copied before `begin` returns; the tensors that were named as still are copied
+Promises: once a filling is copied, nothing that happens to the live tensors changes the snapshot. What
+the next forward changes is kept before `begin` returns; the tensors that were named as still are copied
 by `Filling.copy`, in any thread, and must not change until it has returned. A slot belongs to its snapshot
 until that one is released or forgotten, so a snapshot whose commit failed can be committed later. Where
 there is too little shared memory one line says so, and private memory serves.
@@ -15,19 +15,20 @@ import logging
 import mmap
 import threading
 import weakref
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, cast
 
 from checkpoints import snapshots
-from checkpoints.copier import DeviceCopy, pin, unpin
+from checkpoints.copier import DeviceCopy, keep, marks_of, pin, unpin
 from checkpoints.errors import CheckpointError
 from checkpoints.frozen import Watch
 from checkpoints.segments import Segment, segment_path
-from checkpoints.serialization import tensor_view
+from checkpoints.serialization import TensorSpec, tensor_view
 from checkpoints.snapshots import Plan, Snapshot, StagedFile
 from checkpoints.staging import Tables, check_info, plan_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -39,6 +40,7 @@ __all__ = ["Buffers", "Filling", "Place", "Slot", "Snapshot", "StagedFile"]
 
 logger = logging.getLogger(__name__)
 
+_MOST_PLACES: Final = 100_000
 MAX_SLOTS: Final = 3
 """Filling, newest complete, being written."""
 
@@ -83,6 +85,16 @@ class Place:
         return Segment.make(size_bytes, path)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class What:
+    """What a snapshot is told by."""
+
+    name: CheckpointName
+    parent: CheckpointName | None
+    run_id: str
+    info: Mapping[str, JSON]
+
+
 class Slot:
     """The memory of one snapshot."""
 
@@ -95,6 +107,16 @@ class Slot:
         self._holder: weakref.ref[Snapshot] | None = None
         self._is_filling = False
         self.is_pinned = False
+        self._places: dict[tuple[int, TensorSpec], Tensor] = {}
+
+    def place(self, image: Tensor, at: int, spec: TensorSpec) -> Tensor:
+        """Where a tensor of the file that lies at `at` goes; made once."""
+        found = self._places.get((at, spec))
+        if found is None:
+            if len(self._places) > _MOST_PLACES:
+                self._places.clear()  # the state is another one by now
+            found = self._places[at, spec] = tensor_view(image, spec)
+        return found
 
     @property
     def is_free(self) -> bool:
@@ -136,36 +158,25 @@ class Slot:
 
 
 class Filling:
-    """A snapshot on its way: begun, copied, finished."""
+    """A snapshot on its way: what changes is kept already, the rest is copied by `copy`."""
 
-    def __init__(
-        self,
-        slot: Slot,
-        plan: Plan,
-        snapshot: Snapshot,
-        copy: DeviceCopy,
-        look: Callable[[], None],
-    ) -> None:
+    def __init__(self, buffers: Buffers, tree: Mapping[str, object], what: What) -> None:
         """Made by `Buffers.begin`."""
-        self.slot = slot
-        self.snapshot = snapshot
-        self._plan, self._copy, self._look = plan, copy, look
+        self._buffers, self._tree, self._what = buffers, tree, what
+        self._marks = marks_of(tree)
 
     def copy(self, *, known: CheckpointName | None = None) -> Snapshot:
-        """Copy the still tensors; the snapshot is whole when this returns. Any thread, once.
+        """Plan it and copy it; the snapshot is whole when this returns. Any thread, once.
 
         Args:
             known: The newest checkpoint that is known to be in the store.
+
+        Raises:
+            UnsupportedStateError: Something in the state is neither tensor nor JSON.
+            CheckpointError: All slots hold snapshots that nobody released.
         """
-        try:
-            self._copy.run()
-            self._look()
-            snapshots.seal(self.slot.memory.view(), self.snapshot, self._plan, known=known)
-        except BaseException:
-            self.slot.free()
-            raise
-        self.slot.hold(self.snapshot)
-        return self.snapshot
+        tree, self._tree = self._tree, {}  # what was kept of it is not kept longer than this
+        return self._buffers.fill(tree, self._what, self._marks, known)
 
 
 class Buffers:
@@ -211,7 +222,8 @@ class Buffers:
             UnsupportedStateError: Something in the state is neither tensor nor JSON.
             CheckpointError: All slots hold snapshots that nobody released.
         """
-        return self.begin(tree, name=name, parent=parent, run_id=run_id, info=info).copy()
+        what = What(name=name, parent=parent, run_id=run_id, info=info)
+        return self.fill(tree, what, {}, None)
 
     def begin(
         self,
@@ -223,7 +235,7 @@ class Buffers:
         info: Mapping[str, JSON],
         still: Collection[int] = (),
     ) -> Filling:
-        """Begin a snapshot: copy all but the still tensors, now.
+        """Begin a snapshot: keep all that may change, now; the rest is copied by `Filling.copy`.
 
         Args:
             tree: The state.
@@ -232,70 +244,76 @@ class Buffers:
             run_id: Whose it is.
             info: What is told of it without reading it.
             still: The data pointers of the tensors that do not change until `Filling.copy` is done.
-
-        Raises:
-            UnsupportedStateError: Something in the state is neither tensor nor JSON.
-            CheckpointError: All slots hold snapshots that nobody released.
         """
+        what = What(name=name, parent=parent, run_id=run_id, info=info)
+        kept = keep(tree, frozenset(still))
+        return Filling(self, cast("Mapping[str, object]", kept), what)
+
+    def fill(
+        self,
+        tree: Mapping[str, object],
+        what: What,
+        marks: Mapping[object, object],
+        known: CheckpointName | None,
+    ) -> Snapshot:
+        """Copy a state into a slot; see `stage` and `Filling.copy`."""
         with self._lock:
             tables = plan_files(tree, self._split_bytes, self._tables, self._watch.seen)
             self._tables = tables
             plan = Plan.of(tables.sizes)
-            checked = check_info(info, name)
+            checked = check_info(what.info, what.name)
             slot = self._take(plan.capacity(len(str(checked)) + 200 * len(tables.sizes)))
             try:
-                snapshots.clear(slot.memory.view())
-                files, moved = self._fill(slot, plan, tables, frozenset(still))
-                snapshot = Snapshot(
-                    name=name, parent=parent, run_id=run_id, info=checked, files=files, slot=slot
+                memory = slot.memory.view()
+                snapshots.clear(memory)
+                self._newest = weakref.ref(slot)
+                self._write(slot, plan, tables, marks)
+                self._look(slot, plan, tables)
+                files = tuple(
+                    StagedFile(name=name, data=memory[at : at + size])
+                    for name, (at, size) in plan.places.items()
                 )
+                snapshot = Snapshot(
+                    name=what.name,
+                    parent=what.parent,
+                    run_id=what.run_id,
+                    info=checked,
+                    files=files,
+                    slot=slot,
+                )
+                snapshots.seal(memory, snapshot, plan, known=known)
             except BaseException:
                 slot.free()
                 raise
-            self._newest = weakref.ref(slot)
-            return Filling(slot, plan, snapshot, moved, lambda: self._look(slot, plan, tables))
+            slot.hold(snapshot)
+            return snapshot
 
-    def _fill(
-        self, slot: Slot, plan: Plan, tables: Tables, still: frozenset[int]
-    ) -> tuple[tuple[StagedFile, ...], DeviceCopy]:
-        """Write what is at hand; returns the files and what is still to be copied."""
+    def _write(
+        self, slot: Slot, plan: Plan, tables: Tables, marks: Mapping[object, object]
+    ) -> None:
+        """Copy headers, tensors and texts to their places."""
         memory = slot.memory.view()
-        now: tuple[list[Tensor], list[Tensor]] = ([], [])
-        later: tuple[list[Tensor], list[Tensor]] = ([], [])
+        places: list[Tensor] = []
+        sources: list[Tensor] = []
         for name, table in tables.files.items():
             at, size = plan.places[name]
             memory[at : at + len(table.start)] = table.start
             image = slot.bytes[at : at + size]
             for spec in table.header.tensors:
-                source = table.tensors[spec.name].detach()
-                places, sources = later if source.data_ptr() in still else now
-                places.append(tensor_view(image, spec))
-                sources.append(source)
+                places.append(slot.place(image, at, spec))
+                sources.append(table.tensors[spec.name].detach())
         for name, text in tables.texts.items():
             at, size = plan.places[name]
             memory[at : at + size] = text
-        if any(source.is_cuda for source in later[1]):
+        if any(source.is_cuda for source in sources):
             slot.pin()
-        if now[0]:
-            DeviceCopy(*now, pinned=slot.is_pinned).run()
-        files = tuple(
-            StagedFile(name=name, data=memory[at : at + size])
-            for name, (at, size) in plan.places.items()
-        )
-        return files, DeviceCopy(*later, pinned=slot.is_pinned)
+        if places:
+            DeviceCopy(places, sources, marks, pinned=slot.is_pinned).run()
 
     def _look(self, slot: Slot, plan: Plan, tables: Tables) -> None:
         """See which tensors do not change from snapshot to snapshot."""
-        if self._watch.is_done:
-            return
-        memory = slot.memory.view()
-        places = {}
-        for name, table in tables.files.items():
-            at, _ = plan.places[name]
-            for spec in table.header.tensors:
-                start = at + spec.offset
-                places[tables.keys[name], spec.name] = memory[start : start + spec.size_bytes]
-        self._watch.look(places)
+        if not self._watch.is_done:
+            self._watch.look(tables.views(slot.memory.view(), plan.places))
 
     def _take(self, size_bytes: int) -> Slot:
         """A free slot that is large enough: best one that does not hold the newest snapshot."""

@@ -62,6 +62,17 @@ class Tables:
         sizes = {name: table.header.file_bytes for name, table in self.files.items()}
         return sizes | {name: len(text) for name, text in self.texts.items()}
 
+    def views(
+        self, memory: memoryview, places: Mapping[str, tuple[int, int]]
+    ) -> dict[tuple[str, str], memoryview]:
+        """The bytes of each tensor, by key and name, in memory where each file has its place."""
+        found = {}
+        for file, table in self.files.items():
+            for spec in table.header.tensors:
+                start = places[file][0] + spec.offset
+                found[self.keys[file], spec.name] = memory[start : start + spec.size_bytes]
+        return found
+
 
 def plan_files(
     tree: Mapping[str, object],

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import fsspec
 import pytest
 
 from checkpoints.backend_objects import ObjectBackend
@@ -107,6 +108,27 @@ def test_a_small_operation_is_one_request(faulty: Faulty, store: Store) -> None:
         operation()
         taken[name] = len(faulty.proxy.requests)
     assert taken == dict.fromkeys(operations, 1)
+
+
+def test_c32_other_code_that_opened_the_url_with_a_cache_changes_nothing(
+    faulty: Faulty, store: Store
+) -> None:
+    scheme, _, path = faulty.url.partition("://")
+    more = {} if scheme == "s3" else {"skip_instance_cache": False}
+    cached = fsspec.filesystem(scheme, **faulty.options, use_listings_cache=True, **more)
+    store.put("checkpoints/1/manifest.json", b"1")
+    if (
+        scheme != "gs"
+    ):  # gcsfs asks a service of Google's first, unless its environment forbids that
+        assert len(cached.ls(f"{path}/checkpoints")) == 1
+    other = faulty.open(use_listings_cache=True)
+    assert other.children("checkpoints") == ["1"]
+    store.put("checkpoints/2/manifest.json", b"2")
+    store.delete_tree("checkpoints/1")
+    assert other.children("checkpoints") == ["2"]
+    assert other.list() == ["checkpoints/2/manifest.json"]
+    assert not other.exists("checkpoints/1/manifest.json")
+    other.close()
 
 
 def test_a_lost_reply_to_an_exclusive_create_is_believed_ours(faulty: Faulty, store: Store) -> None:
