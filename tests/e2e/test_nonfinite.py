@@ -107,6 +107,31 @@ def test_rollback_to_an_older_checkpoint_does_the_steps_between_again(cluster: C
     assert found == pytest.approx(float(records.final_weights(skipping)["w"]), rel=REL)
 
 
+def test_rollback_keeps_the_bits_of_both_nets_and_the_average(cluster: Cluster) -> None:
+    job = f"{SUPPORT / 'phased.py'}:Gan"
+    overrides = (
+        "args.nan_item=7",
+        "train.epochs=2",
+        "train.global_batch_size=4",
+        "train.logical_shards=4",
+        "train.reproducible=bitwise",
+        "train.on_nonfinite=rollback",
+        "train.ema=0.9",
+        "checkpoint.every=2 steps",
+    )
+    found = []
+    for world in (1, 3):
+        url = cluster.folder / f"bits-{world}"
+        agent = cluster.start(job, *overrides, f"checkpoint.url={url}", nproc=world)
+        assert agent.wait(120) == 0, agent.tail()
+        summary = records.summary(url)
+        assert (summary["skipped_steps"], summary["restarts"]) == (2, 2)
+        newest = records.checkpoint_path(url, records.checkpoints(url)[-1])
+        average = (newest / "ema.safetensors").read_bytes()
+        found.append((summary["weights_sha256"], average))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("what", "every", "told", "generations"),
     [
