@@ -89,7 +89,8 @@ def find_state(
                 ruins=_ruins(wrong),
             )
         damaged.append(f"{chosen.name}: {problem}")
-        wrong.add((chosen.source, chosen.name))
+        # Nor is a copy of it believed that a node has fetched into its memory.
+        wrong |= {(chosen.source, chosen.name), ("memory", chosen.name)}
         if world.is_primary:
             what = "checkpoint" if chosen.source == "store" else "the snapshot in memory"
             logger.error(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from checkpoints import snapshots
 from checkpoints.layout import CheckpointName
 from checkpoints.manager import CheckpointManager
 from checkpoints.options import CheckpointOptions
@@ -216,11 +217,9 @@ def test_a_snapshot_in_memory_that_does_not_verify_is_left_out(
     save_at(store, 4, position=16)
     take(node, 8, position=32)
     (held,) = node.held()
-    with open(held.path, "r+b") as file:
-        data = file.read()
-        at = data.rindex(b'"format"')
-        file.seek(at)
-        file.write(b"\0" * 8)
+    with Path(held.path).open("r+b") as file:
+        file.seek(snapshots.PAGE)  # where its first file begins
+        file.write(b"\xff" * 16)
     with caplog.at_level(logging.WARNING):
         assert find(world, store, node) == (4, "store")
-    assert "memory" in caplog.text
+    assert f"the snapshot in memory {name(8)} is damaged (" in caplog.text
