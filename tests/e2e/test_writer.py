@@ -33,7 +33,10 @@ def test_a_trainer_killed_right_after_a_snapshot_does_not_lose_it(node: Node) ->
         trainer.wait()
         # What was printed was offered, and a line is printed after the offer.
         last = node.steps()[-1]
-        node.until(lambda last=last: node.committed()[:1] and node.committed()[0].step >= last, f"step {last}")
+        node.until(
+            lambda last=last: node.committed()[:1] and node.committed()[0].step >= last,
+            f"step {last}",
+        )
         node.check_newest()
 
 

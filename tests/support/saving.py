@@ -32,7 +32,7 @@ class Node:
     def __init__(self, url: str, options: Mapping[str, object] | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="es-"))
         self.url, self.options = url, dict(options or {})
-        self._agent = subprocess.Popen(["sleep", "1000"])
+        self._agent = subprocess.Popen(["/bin/sleep", "1000"])
         start = process_start(self._agent.pid)
         assert start is not None
         self.agent: AgentId = replace(this_process(), pid=self._agent.pid, start=start)
