@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from torch import Tensor
@@ -89,22 +89,79 @@ def _openmp() -> ctypes.CDLL | None:
     return None
 
 
+def keep(value: object, still: frozenset[int]) -> object:
+    """A state whose containers and tensors nobody else changes; tensors that are still stay the same.
+
+    What is of a kind that nobody can save is passed on as it is, to be refused by whoever reads it.
+    """
+    import torch
+
+    tensor = torch.Tensor
+
+    def kept(item: object) -> object:
+        if type(item) is dict:
+            return {key: kept(inner) for key, inner in item.items()}
+        if type(item) in (list, tuple) and isinstance(item, list | tuple):
+            return type(item)(map(kept, item))
+        if isinstance(item, tensor):
+            if item.data_ptr() in still:
+                return item
+            return item.detach().clone() if item.layout is torch.strided else item
+        if isinstance(item, dict):  # a Counter, an OrderedDict, a defaultdict
+            copied = item.copy()
+            for key, inner in copied.items():
+                copied[key] = kept(inner)
+            return copied
+        return item
+
+    return kept(value)
+
+
+def marks_of(value: object) -> dict[object, object]:
+    """Of each CUDA device that a state has tensors on: how far the device's work is queued by now."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    devices: set[torch.device] = set()
+
+    def look(item: object) -> None:
+        if isinstance(item, torch.Tensor):
+            if item.is_cuda:
+                devices.add(item.device)
+        elif isinstance(item, dict):
+            for inner in item.values():
+                look(inner)
+        elif isinstance(item, list | tuple):
+            for inner in item:
+                look(inner)
+
+    look(value)
+    return {device: torch.cuda.current_stream(device).record_event() for device in devices}
+
+
 class DeviceCopy:
     """One set of tensors on its way to host memory; `run` in any thread, once."""
 
     def __init__(
-        self, places: Sequence[Tensor], sources: Sequence[Tensor], *, pinned: bool
+        self,
+        places: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        marks: Mapping[object, object],
+        *,
+        pinned: bool,
     ) -> None:
-        """Note where each tensor goes; on CUDA the place in the order of the device's work is now."""
-        self._places, self._sources = list(places), list(sources)
-        self._pinned = pinned
-        self._marks: dict[torch.device, Any] = {}
-        for device in {source.device for source in self._sources}:
-            if device.type == "cuda":
-                import torch
+        """Note where each tensor goes.
 
-                # What the loop has queued up to here has to be done first, and nothing after it.
-                self._marks[device] = torch.cuda.current_stream(device).record_event()
+        Args:
+            places: In host memory.
+            sources: On any device.
+            marks: Of CUDA devices, after which of their work the tensors are what is meant.
+            pinned: Whether the places are in pinned memory.
+        """
+        self._places, self._sources = list(places), list(sources)
+        self._marks: dict[object, Any] = dict(marks)
+        self._pinned = pinned
 
     def run(self) -> None:
         """Copy; all of it is in host memory when this returns."""
@@ -122,12 +179,13 @@ class DeviceCopy:
     def _run_on(self, device: torch.device, places: list[Tensor], sources: list[Tensor]) -> None:
         import torch
 
-        mark = self._marks.get(device)
-        if mark is None:
+        if device.type != "cuda":
             # One call for all: the interpreter is free for other threads while it copies.
             torch._foreach_copy_(places, sources)
             return
+        # A stream of its own: the copy waits for what the loop had queued, and the loop not for the copy.
         stream = torch.cuda.Stream(device)
+        mark = self._marks.get(device) or torch.cuda.current_stream(device).record_event()
         stream.wait_event(mark)
         with torch.cuda.stream(stream):
             for place, source in zip(places, sources, strict=True):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from checkpoints import memory, snapshots
-from checkpoints.buffers import Buffers, Filling, Place
+from checkpoints.buffers import Buffers, Place
 from checkpoints.copier import Copier
 from checkpoints.errors import CheckpointError
 from checkpoints.layout import AgentId, CheckpointName, Claim
@@ -180,13 +180,14 @@ class Keeper:
         filling = buffers.begin(
             tree, name=name, parent=parent, run_id=self._run_id, info=info, still=still
         )
-        if not filling.slot.is_shared:
-            filling.slot.free()  # there was less memory than it seemed: from now on the slower way
-            return None
         ended: list[float] = []
 
-        def copy(filling: Filling = filling) -> Snapshot:
+        def copy() -> Snapshot:
             snapshot = filling.copy(known=self._known)
+            if not buffers.is_shared:
+                # There was less memory than it seemed: from now on saves go the slower way.
+                snapshot.release()
+                raise CheckpointError("there is too little shared memory for a snapshot")
             ended.append(time.monotonic())
             if done is not None:
                 done(snapshot)

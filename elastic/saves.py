@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from checkpoints.errors import CheckpointError, PartedError, StoreError, SupersededError
+from checkpoints.errors import (
+    CheckpointError,
+    PartedError,
+    StoreError,
+    SupersededError,
+    UnsupportedStateError,
+)
 from checkpoints.layout import CheckpointName
 from checkpoints.snapshots import Snapshot
 from elastic import finding
@@ -194,6 +200,8 @@ class Saves(Generation):
             try:
                 with self.records.spend("checkpoint"):
                     snapshot = flight.taken.copied.result()
+            except UnsupportedStateError:
+                raise
             except CheckpointError as error:
                 if self._saver is not None:
                     self._saver.put_off(flight.step, error)
