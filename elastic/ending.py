@@ -5,8 +5,10 @@ traceback once in the life of an agent; a rank that only lost its peer names the
 the same exception at the same step twice ends the run. Codes are those of the design's section 10.
 """
 
+import contextlib
 import logging
 import multiprocessing
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -87,8 +89,11 @@ def _tell_final(error: ElasticError, session: Session, run: "Run | None") -> Exi
 def _tell_lost_peer(error: BaseException, session: Session, run: "Run | None") -> ExitCode:
     """Only an echo: name the one that it echoes, where it was on this node."""
     fault = session.slot.fault(error, "collective")
+    fault = replace(fault, message=fault.message.strip().partition("\n")[0][:300])
     session.slot.end(fault)
     for cause in _causes(session.folder, session.slot.path):
+        if cause.kind != "killed":
+            return ExitCode.RETRY  # it could tell its end itself
         line = f"{cause} on {cause.host} at step {cause.step}: this generation ends"
         if say_once(session.folder, line, key=f"{cause.rank}-{cause.time}") and run is not None:
             run.write_fault(cause, failed=False)
@@ -142,5 +147,8 @@ def _say_primary(session: Session, text: str) -> None:
 
 def _kill_children() -> None:
     """End loader workers: an exit that skips Python's own clean-up would leave them for seconds."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        # torch's handler would raise here what this does on purpose.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         child.kill()

@@ -126,6 +126,25 @@ class Evaluation:
             for module, mode in was_training.items():
                 module.training = mode
 
+    def names(self, model: nn.Module) -> list[str]:
+        """The names of the figures, from one batch of the primary's. Collective."""
+        was_training = {module: module.training for module in model.modules()}
+        model.eval()
+        found: list[str] = []
+        try:
+            for name, (loader, _) in self._loaders.items() if self._world.is_primary else ():
+                with kept_random_state(self._world.device), torch.no_grad(), self._context:
+                    moved = self._job.to_device(next(iter(loader)), self._world.device)
+                    totals: Totals = {}
+                    _add(totals, self._job.metrics(model, moved))
+                prefix = f"{name}/" if name else ""
+                found += [f"{prefix}{key}" for key in self._job.summarize(_metrics(totals))]
+        finally:
+            for module, mode in was_training.items():
+                module.training = mode
+        told = self._world.broadcast(found)
+        return [str(name) for name in told]
+
     def _evaluate_all(
         self, model: nn.Module, leaving: Callable[[], bool]
     ) -> dict[str, float] | None:
@@ -173,10 +192,15 @@ class Evaluation:
             for name, values in group.items():
                 have = summed.setdefault(name, [0.0] * len(values))
                 summed[name] = [a + b for a, b in zip(have, values, strict=True)]
-        return {
-            name: Mean(torch.tensor(v[0], dtype=torch.float64), v[1]) if len(v) == 2 else v[0]
-            for name, v in summed.items()
-        }
+        return _metrics(summed)
+
+
+def _metrics(totals: Totals) -> dict[str, Metric]:
+    """Sums as the job gave them: two halves are a Mean."""
+    return {
+        name: Mean(torch.tensor(v[0], dtype=torch.float64), v[1]) if len(v) == 2 else v[0]
+        for name, v in totals.items()
+    }
 
 
 def _add(totals: Totals, metrics: Mapping[str, Metric]) -> None:

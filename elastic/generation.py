@@ -18,7 +18,7 @@ from checkpoints.layout import CheckpointName, Claim
 from checkpoints.manager import CheckpointManager
 from checkpoints.rollbacks import Position, positions
 from elastic import finding, resume, summary
-from elastic.errors import ElasticError, OverruledError, ReplicaError
+from elastic.errors import AttentionError, ElasticError, OverruledError, ReplicaError
 from elastic.fence import FenceWatch
 from elastic.keeping import Keeper
 from elastic.monitor import Fault
@@ -182,6 +182,7 @@ class Generation:
         wrong: list[tuple[str, CheckpointName]] = []
         while True:
             found = finding.find_state(self.world, self.manager, self.keeper, wrong)
+            self._refuse_ruins(found)
             source = self._begin_from(found, initialize)
             try:
                 finding.compare_replicas(
@@ -203,6 +204,17 @@ class Generation:
             self.keeper.count_try(found.path, began=True)
         self._session.signals.arm()
         self.records.ledger.start()
+
+    def _refuse_ruins(self, found: finding.Found) -> None:
+        """A run that has checkpoints, of which none verifies, is not begun anew in silence. Collective."""
+        if found.tree is not None:
+            return
+        ruins = self.world.broadcast([str(name) for name in found.ruins])
+        if ruins:
+            raise AttentionError(
+                f"checkpoints: {', '.join(ruins)}: none of them verifies, expected one to go on from; look at them "
+                f"with python -m checkpoints verify {self.store.display_url}, or take a new checkpoint.url"
+            )
 
     def _return_to(self, found: finding.Found, began: float) -> None:
         """Go on from an earlier state as a new generation of the same processes. Collective."""

@@ -4,7 +4,7 @@ Promises:
 * What a step holds follows from the plan and the position asked for; how far loader workers have read ahead counts for nothing.
 * Random draws of a dataset are addressed (`elastic.seeding`): equal for any number of workers, ranks and restarts.
 * The main process's random state stays as it was, unless the caller seeds anew for each step anyhow and says so.
-* Leaving an epoch early leaves no worker behind that is stuck. Loader workers ignore SIGINT, end without a word on SIGTERM, and
+* Leaving an epoch early leaves no worker behind that is stuck. Loader workers ignore SIGINT and SIGTERM, which the trainer answers, and
   die with their trainer: a living copy would hold its sockets open, and its peers would not see that it is gone.
 """
 
@@ -274,7 +274,8 @@ class _WorkerStart:
     def __call__(self, worker: int) -> None:
         # Ctrl-C goes to the whole group: the trainer ends its workers when it has saved.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # torch has set its own, silent handler for SIGTERM before this; it stays.
+        # A launcher's SIGTERM goes to the whole group as well: the trainer saves first, and needs its batches for that.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.watches and os.getppid() == self.trainer:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != self.trainer:

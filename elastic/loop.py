@@ -74,6 +74,8 @@ class Training:
         model = job.model().to(run.device)
         optimizer = make_optimizers(job, model)
         phases = phases_of(job, optimizer)
+        self._evaluation = self._prepare_evaluation()
+        self._check_monitor(model)
         self._identify(dataset, model, optimizer)
         run.claim()
         self._schedules = Schedules(job.scheduler(optimizer, self._total_steps()))
@@ -116,7 +118,6 @@ class Training:
             # Each forward is seeded anew, so that what the loader draws changes nothing.
             keep_random_state=False,
         )
-        self._evaluation = self._prepare_evaluation()
         self._eval_clock = Clocked(interval=settings.eval.every)
         self._eval_clock.restart()
         self._evaluated_at = -1
@@ -235,6 +236,15 @@ class Training:
         if run.is_primary:
             with kept_random_state(run.device):
                 self.job.on_eval(run, metrics)
+
+    def _check_monitor(self, model: nn.Module) -> None:
+        """Look before the first step whether the evaluation will have what `eval.monitor` names. Collective."""
+        monitor = self.settings.eval.monitor
+        if monitor is None or self._evaluation is None:
+            return
+        names = self._evaluation.names(model)
+        if monitor not in names:
+            raise StartError(f"eval.monitor: found {monitor}, expected one of {', '.join(names)}")
 
     def _prepare_evaluation(self) -> Evaluation | None:
         sets = self.job.eval_dataset()

@@ -5,6 +5,7 @@ step as one batch, a communication hook that makes DDP's mean exact for uneven p
 of the ranks, which here takes one small exchange a step.
 """
 
+import atexit
 import os
 import sys
 from collections.abc import Iterator
@@ -92,7 +93,18 @@ def start(
         config={"seed": seed, "every": str(options.every), "backend": backend},
     )
     run = OwnRun(session, setup, seed=seed)
+    atexit.register(_end_unfinished, run, session)
     return run
+
+
+def _end_unfinished(run: "OwnRun", session: Session) -> None:
+    """At the script's end: a run that was left in the middle has neither ended nor been saved."""
+    if run.is_under_way:
+        error = StartError(
+            f"run.epochs: the script ended in epoch {run.epoch + 1}, before the run did, and nothing after the last "
+            "checkpoint is saved; end a run early with run.stop()"
+        )
+        leave(end_worker(error, session, run))
 
 
 class OwnRun(Run):
@@ -209,6 +221,11 @@ class OwnRun(Run):
     def steps(self) -> int:
         """Steps of the run that are done."""
         return self.progress.step
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the run has begun and not come to an end."""
+        return self._records is not None and not self._finished
 
     def finish(self) -> None:
         """The run is over: as Run.finish, then give everything back. Collective."""

@@ -87,7 +87,13 @@ class Records:
         )
         self.flush()
         self.summarize("running", progress)
-        origin = "from the start" if parent is None else f"from checkpoint {parent}"
+        origin = f"from checkpoint {parent}"
+        if parent is None:
+            origin = (
+                "from the weights of checkpoint.init_from" if source == "init" else "from the start"
+            )
+        elif source == "memory":
+            origin = f"from the snapshot {parent} in memory"
         self.console.say(
             f"generation {claim.generation} ({claim.cause}): W={claim.world_size}, {origin}, epoch "
             f"{progress.epoch + 1}, position {progress.position}, step {progress.step} at "

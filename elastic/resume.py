@@ -169,10 +169,27 @@ def claim_generation(
             )
 
         verdict = _claim(store, agents, make)
+        changes = changed_settings(previous.config, config) if previous and previous.config else []
+        if changes and "claim" in verdict:
+            logger.info(
+                "changed since generation %d: %s",
+                previous.generation if previous else 0,
+                "; ".join(changes),
+            )
     verdict = told(world.broadcast(verdict))
     if "error" in verdict:
         raise (OverruledError if verdict["superseded"] else ElasticError)(verdict["error"])
     return Claim.from_json(str(verdict["claim"]).encode(), "claim")
+
+
+def changed_settings(old: object, new: object, path: str = "") -> list[str]:
+    """What differs between two configs, each as `key: old -> new`."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        found: list[str] = []
+        for key in sorted({*old, *new}):
+            found += changed_settings(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))
+        return found
+    return [] if old == new else [f"{path}: {old} -> {new}"]
 
 
 def _newest_claim(store: Store) -> Claim | None:
