@@ -40,7 +40,9 @@ _SLICE_BYTES: Final = 256 << 20
 _MOST_GOOD: Final = 8
 """More states than a node holds in memory."""
 _FREE_S: Final = 3.0
-"""How long a save that has to be made waits for memory."""
+"""How long a save that has to be made waits for memory, and for one before it that is quick to make."""
+_QUICK_S: Final = 0.5
+"""How long any other waits for that."""
 _LOOK_S: Final = 0.3
 
 
@@ -145,10 +147,10 @@ class Saves(Generation):
 
         # With peers the offer waits until their replicas were compared.
         at_once = offer if digest is None else None
+        if saver is not None:
+            saver.await_quick(_FREE_S if keep else _QUICK_S)
         if keep:
             self.keeper.await_memory(_FREE_S)
-        elif saver is not None:
-            saver.await_quick()
         taken = self._take(done=at_once)
         if taken is None:
             self._flight = Flight(taken=None, digest=digest, step=step)

@@ -129,13 +129,13 @@ class Saver:
         return name == self.last or name in self._pending
 
     # ----------------------------------------------------------------------------- by the writer
-    def await_quick(self) -> None:
+    def await_quick(self, limit_s: float) -> None:
         """Where checkpoints are quick to make, let the one before be made and not be replaced by this one.
 
         So a small state has a checkpoint at each step that asks for one, and a large or slow one never waits.
         """
         if self._pending and self._took_s < _QUICK_S:
-            self._keeper.wait(_QUICK_S)
+            self._keeper.wait(limit_s)
 
     def begin(self, step: int) -> None:
         """The checkpoint of `step` is being taken: it counts as begun."""
