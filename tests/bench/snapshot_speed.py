@@ -15,10 +15,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,6 +33,9 @@ from checkpoints.processes import this_process
 from checkpoints.remote import RemoteWriter
 from checkpoints.store import open_store
 from elastic.state import TrainState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SMALL = {"width": 256, "layers": 6, "tokens": 1024, "batch": 4}
 LARGE = {"width": 1024, "layers": 8, "tokens": 2048, "batch": 1}
@@ -179,7 +183,8 @@ def main() -> None:
     size = sum(t.numel() * t.element_size() for t in training.tensors())
     with tempfile.TemporaryDirectory(dir=given.folder) as made:
         folder = Path(made)
-        figures = {"state_mb": round(size / 1e6, 1), "tensors": len(training.tensors())}
+        figures: dict[str, object] = {}
+        figures |= {"state_mb": round(size / 1e6, 1), "tensors": len(training.tensors())}
         figures |= measure_loop(training, folder, given.steps or (6 if given.large else 40))
         figures |= measure_disk(training, folder, 3 if given.large else 9)
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
