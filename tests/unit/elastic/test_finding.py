@@ -280,7 +280,7 @@ def test_what_is_known_to_be_wrong_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_is_damaged_is_told_and_left_out(tmp_path: Path) -> None:
-    manager = saved(tmp_path, 10, 40)
+    saved(tmp_path, 10, 40)
     path = tmp_path / name(10).manifest
     path.write_bytes(path.read_bytes().replace(b'"run_id":"r"', b'"run_id":"x"'))
     damaged: list[str] = []
