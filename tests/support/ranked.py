@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import HashStore, Store
 from elastic.ranks import Place
 from elastic.world import World, start_world
 
-
 _NOTE = re.compile(
     r"INFO elastic\.saving: checkpoint\.tier\.memory: every \S+ \S+ now: a save costs "
     r"|INFO elastic\.keeping: /dev/shm/\S+: its run is over; removed$"
