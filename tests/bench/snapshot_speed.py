@@ -121,7 +121,7 @@ class Beside(Arm):
             (folder / name).mkdir()
             self.writer = RemoteWriter(folder / name, this_process(), self.buffers)
             self.writer.open(
-                {"url": url, "storage_options": {}, "keep": 1, "keep_every": None,
+                {"url": url, "storage_options": {}, "keep": 3, "keep_every": None,
                  "part_bytes": 64 << 20, "claim": None, "retry_s": 5, "pause_s": 1}
             )  # fmt: skip
 
