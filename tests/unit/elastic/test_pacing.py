@@ -54,6 +54,7 @@ def test_auto_is_due_at_once_and_then_by_its_cost() -> None:
     pace = Pace("checkpoint.every", Interval("auto"), budget=0.01, clock=clock)
     assert pace.is_due
     pace.restart()
+    assert not pace.is_due  # its cost is not known before it is done
     told = pace.cost(0.5)
     assert told is not None
     assert told.startswith("checkpoint.every: every ")
