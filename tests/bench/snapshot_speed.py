@@ -179,7 +179,10 @@ def main() -> None:
     size = sum(t.numel() * t.element_size() for t in training.tensors())
     with tempfile.TemporaryDirectory(dir=given.folder) as made:
         folder = Path(made)
-        figures = {"state_mb": round(size / 1e6, 1), "tensors": len(training.tensors())}
+        figures: dict[str, object] = {
+            "state_mb": round(size / 1e6, 1),
+            "tensors": len(training.tensors()),
+        }
         figures |= measure_loop(training, folder, given.steps or (6 if given.large else 40))
         figures |= measure_disk(training, folder, 3 if given.large else 9)
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")

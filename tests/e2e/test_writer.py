@@ -33,10 +33,12 @@ def test_a_trainer_killed_right_after_a_snapshot_does_not_lose_it(node: Node) ->
         trainer.wait()
         # What was printed was offered, and a line is printed after the offer.
         last = node.steps()[-1]
-        node.until(
-            lambda last=last: node.committed()[:1] and node.committed()[0].step >= last,
-            f"step {last}",
-        )
+
+        def is_durable(last: int = last) -> bool:
+            names = node.committed()
+            return bool(names) and names[0].step >= last
+
+        node.until(is_durable, f"step {last}")
         node.check_newest()
 
 

@@ -36,7 +36,7 @@ def test_c27_buffers_and_numbers_are_those_of_the_beginning() -> None:
     )
     running.fill_(2.0)  # what a forward does
     numbers.append(3)
-    tree["job"]["counts"]["a"] = 7  # type: ignore[index, call-overload]  # what a job may do
+    tree["job"]["counts"]["a"] = 7  # type: ignore[index]  # what a job may do
     copier = Copier()
     snapshot: Snapshot = copier.start(filling.copy).result(10)
     weights.fill_(2.0)  # what an update does, once the copy was waited for
@@ -100,7 +100,8 @@ def test_the_interpreter_is_free_while_it_copies() -> None:
             now = time.perf_counter()
             longest, last = max(longest, now - last), now
         gaps.append(longest)
-        return future.result()
+        found: Snapshot = future.result()
+        return found
 
     copier, gaps = Copier(), list[float]()
     for step in range(5):

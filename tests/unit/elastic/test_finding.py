@@ -1,7 +1,7 @@
 """Which state is taken: the furthest of store and memory, and who differs from the others."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -10,8 +10,10 @@ from checkpoints.manager import CheckpointManager
 from checkpoints.store import open_store
 from elastic.errors import ReplicaError
 from elastic.finding import _furthest, compare_replicas
-from elastic.world import World
 from tests.support.states import name, state
+
+if TYPE_CHECKING:
+    from elastic.world import World
 
 
 class Ranks:
@@ -101,7 +103,7 @@ def test_what_is_known_to_be_wrong_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_is_damaged_is_told_and_left_out(tmp_path: Path) -> None:
-    manager = saved(tmp_path, 10, 40)
+    saved(tmp_path, 10, 40)
     path = tmp_path / name(10).manifest
     path.write_bytes(path.read_bytes().replace(b'"run_id":"r"', b'"run_id":"x"'))
     damaged: list[str] = []
