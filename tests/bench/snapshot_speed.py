@@ -15,10 +15,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,6 +33,9 @@ from checkpoints.processes import this_process
 from checkpoints.remote import RemoteWriter
 from checkpoints.store import open_store
 from elastic.state import TrainState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SMALL = {"width": 256, "layers": 6, "tokens": 1024, "batch": 4}
 LARGE = {"width": 1024, "layers": 8, "tokens": 2048, "batch": 1}
