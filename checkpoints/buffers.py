@@ -294,6 +294,17 @@ class Buffers:
                 self._slots.remove(slot)
             slot.memory.unlink()
 
+    def hold(self, memory: Segment) -> Snapshot | None:
+        """The whole snapshot that lies in some shared memory, held; None where there is none."""
+        with self._lock:
+            for slot in self._slots:
+                if slot.memory is memory and slot.is_free:
+                    snapshot = snapshots.read(memory.view(), slot)
+                    if snapshot is not None:
+                        slot.hold(snapshot)
+                    return snapshot
+        return None
+
     @property
     def has_free(self) -> bool:
         """Whether `begin` would find memory."""
