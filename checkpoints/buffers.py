@@ -232,16 +232,25 @@ class Buffers:
         return slot
 
     def _make(self, size_bytes: int) -> Slot:
-        memory: Segment | Private
-        try:
-            memory = self._new_memory(size_bytes)
-        except OSError as error:
-            logger.warning(
-                "snapshots: %s; saving goes on without shared memory: the loop waits for each save",
-                error.strerror or error,
-            )
-            self._place = None
-            memory = Private(size_bytes)
+        while True:
+            try:
+                memory = self._new_memory(size_bytes)
+                break
+            except OSError as error:
+                reason = error.strerror or str(error)
+                if self._place is not None and self._place.owner is not None:
+                    # Memory without a name is not bound by the size of the mount.
+                    logger.warning(
+                        "snapshots: %s; they lie in memory without a name, which is gone with the writer",
+                        reason,
+                    )
+                    self._place = Place()
+                    continue
+                logger.warning(
+                    "snapshots: %s; saving goes on without shared memory: the loop waits for each save",
+                    reason,
+                )
+                self._place = None
         slot = Slot(self._numbers, memory)
         self._slots.append(slot)
         return slot
@@ -284,6 +293,17 @@ class Buffers:
             if slot in self._slots:
                 self._slots.remove(slot)
             slot.memory.unlink()
+
+    def hold(self, memory: Segment) -> Snapshot | None:
+        """The whole snapshot that lies in some shared memory, held; None where there is none."""
+        with self._lock:
+            for slot in self._slots:
+                if slot.memory is memory and slot.is_free:
+                    snapshot = snapshots.read(memory.view(), slot)
+                    if snapshot is not None:
+                        slot.hold(snapshot)
+                    return snapshot
+        return None
 
     @property
     def has_free(self) -> bool:

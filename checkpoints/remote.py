@@ -303,6 +303,17 @@ class RemoteWriter:
                 self._changed.wait(min(left, 0.5))
         return not self._lent
 
+    def await_turn(self, timeout_s: float) -> bool:
+        """Wait until nothing waits behind what is being written; False where that takes longer."""
+        deadline = self._clock() + timeout_s
+        with self._changed:
+            while len(self._lent) > 1 and not self._is_lost:
+                left = deadline - self._clock()
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
+
     def finish(self, *, timeout_s: float = 10.0) -> None:
         """The run is over: the writer clears the node's memory and ends. Wait for that a little."""
         with contextlib.suppress(LostError):

@@ -271,6 +271,8 @@ class Generation:
             generation=self.generation,
             parent=found.name,
         )
+        if found.source == "memory" and found.path is not None:
+            self._saver.make_parent_durable(found.path)
         self._watch = FenceWatch(self.store, claimed)
         self.records.started(at, parent=found.name, source=source, began=began)
         failures, observed_s = self.records.history()

@@ -206,6 +206,20 @@ class Keeper:
             raise LostError("writer: found none, expected one")
         self._writer.offer(snapshot, protect=protect, keep=keep)
 
+    def offer_held(self, path: str) -> bool:
+        """Have the writer make a checkpoint of what a generation began from; False where it has it already.
+
+        Raises:
+            LostError: There is no writer any more.
+        """
+        if self._buffers is None or self._writer is None:
+            return False
+        for segment in self._buffers.segments:
+            if _path_of(segment) == path and (snapshot := self._buffers.hold(segment)) is not None:
+                self._writer.offer(snapshot, protect=(), keep=True)
+                return True
+        return False
+
     def look(self) -> list[Message]:
         """What the writer has said since the last look.
 
@@ -232,6 +246,10 @@ class Keeper:
                 return False
             time.sleep(_POLL_S)
         return True
+
+    def await_turn(self, timeout_s: float) -> bool:
+        """Wait until the writer has taken up what waits for it; False where that takes longer."""
+        return self._writer is None or self._writer.await_turn(timeout_s)
 
     def note_known(self, name: CheckpointName) -> None:
         """A checkpoint is in the store: snapshots from now on know of it."""

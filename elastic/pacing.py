@@ -17,6 +17,8 @@ __all__ = ["Pace"]
 
 logger = logging.getLogger(__name__)
 
+_UNKNOWN_S: Final = 60.0
+"""Between two saves while nobody knows yet what one costs."""
 _WEIGHT: Final = 0.3
 """Of the newest cost in the running mean."""
 _TOLD: Final = 2.0
@@ -48,6 +50,7 @@ class Pace:
         self._failures, self._observed_s = 0, 0.0
         self._start = self._began = clock()
         self._told_s: float | None = None
+        self._is_first = True
 
     def seen(self, failures: int, observed_s: float) -> None:
         """Take in how often the run has failed so far, and in what time."""
@@ -56,6 +59,7 @@ class Pace:
     def restart(self) -> None:
         """A save begins: count from now on."""
         self._began = self._clock()
+        self._is_first = False
 
     def cost(self, cost_s: float, *, took_s: float = 0.0) -> str | None:
         """Take in what a save has cost; returns what a person should know, if anything."""
@@ -78,7 +82,7 @@ class Pace:
     def seconds(self) -> float:
         """The time between two saves where it is auto; at once for the first, which tells the cost."""
         if self._cost_s is None:
-            return 0.0
+            return 0.0 if self._is_first else _UNKNOWN_S
         observed_s = self._observed_s + self._clock() - self._start
         rate = failure_rate(self._failures, observed_s)
         return best_interval(self._cost_s, rate, budget=self._budget, shortest_s=self._shortest_s)

@@ -132,6 +132,9 @@ class Saves(Generation):
     def _save_beside(self, digest: "Future[str] | None", *, keep: bool) -> bool:
         """Begin a snapshot that the primary's writer will make a checkpoint. Leaders."""
         saver, step = self._saver, self.progress.step
+        if saver is not None:
+            with self.records.spend("checkpoint"):
+                saver.await_turn(self.state.size_bytes)
         protect = self.progress.protected(self.keep_best)
         offer: Callable[[Snapshot], None] | None = None
         if saver is not None:

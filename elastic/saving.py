@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _QUICK_S: Final = 0.5
 """A checkpoint that takes less is waited for before the next one is begun."""
 _RETRY_S: Final = 15.0
+_SMALL_BYTES: Final = 8 << 20
+_FAST_S: Final = 1.0
 
 Outcome = Literal["saved", "waiting", "failed"]
 
@@ -96,6 +98,7 @@ class Saver:
         self._unsaved_since: float | None = None
         self._retry_at: float | None = None
         self._costs: dict[CheckpointName, float] = {}
+        self._took_s = 0.0
         self.last: CheckpointName | None = None
         """The newest checkpoint that this generation has committed."""
         self.last_error: str | None = None
@@ -143,6 +146,14 @@ class Saver:
         self._retry_at = None
         self._pending.add(self.name(step))
 
+    def await_turn(self, size_bytes: int) -> None:
+        """Let a small state's earlier save go first, where the store is fast: then none is left out.
+
+        A large state, or a slow store, never makes the loop wait: there the newer one replaces it.
+        """
+        if size_bytes <= _SMALL_BYTES and self._took_s <= _FAST_S and self._unsaved_since is None:
+            self._keeper.await_turn(2 * _FAST_S)
+
     def defer(self) -> None:
         """There was no memory for a snapshot: the save is wanted at the next step."""
         self._retry_at = self._clock()
@@ -158,6 +169,18 @@ class Saver:
             self._keeper.offer(snapshot, protect=protected, keep=keep)
         except LostError as error:
             self._lose_writer(error)
+
+    def make_parent_durable(self, path: str) -> None:
+        """The state that this generation began from lies in memory alone: save that, under its own name."""
+        if self._parent is None:
+            return
+        try:
+            if self._parent not in self._manager.names() and self._keeper.offer_held(path):
+                self._pending.add(self._parent)
+        except LostError as error:
+            self._lose_writer(error)
+        except StoreError as error:
+            logger.warning("checkpoint %s is not made: %s", self._parent, error)
 
     def _lose_writer(self, error: LostError) -> None:
         logger.error("%s; from now on the loop waits for each save", error)

@@ -1,5 +1,6 @@
 """Whole runs whose state is copied beside the steps: torn nowhere, back from memory, replicas compared."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -138,3 +139,24 @@ def test_a_signal_waits_for_the_writer(cluster: Cluster) -> None:
     assert records.status(cluster.url) == "preempted"
     audit = max(int(line["step"]) for line in records.audit(cluster.url))
     assert records.newest_step(cluster.url) == audit
+
+
+def test_c36_a_restore_takes_one_copy_of_the_state_for_each_node(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """W=4 ranks restore 96 MB of state: together they take no more private memory than the state itself."""
+    settings = ("args.megabytes=32", "args.n=8", "train.global_batch_size=4")
+    job = f"{SUPPORT / 'drifting.py'}:Large"
+    peaks = []
+    for epochs in (1, 2):
+        marks = tmp_path / f"marks-{epochs}"
+        given = (f"train.epochs={epochs}", f"args.marks={marks}")
+        run_once(cluster, job, *settings, *given, nproc=4)
+        figures = [json.loads(path.read_text()) for path in marks.iterdir()]
+        assert len(figures) == 4
+        peaks.append(sorted(found["peak"] - found["before"] for found in figures))
+    state = 96 << 20
+    # The moments, two thirds of the state, are every rank's own, and not there at a fresh start.
+    extra = [new - old - 2 * state // 3 for old, new in zip(*peaks, strict=True)]
+    assert sum(extra) < 1.25 * state, extra
+    assert max(extra) < state, extra

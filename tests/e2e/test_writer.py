@@ -1,6 +1,5 @@
 """The writer, its trainers and their agent, as real processes that are killed, stopped and left alone."""
 
-import functools
 import os
 import random
 import secrets
@@ -26,11 +25,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
         yield made
 
 
-def has_committed(node: Node, step: int) -> bool:
-    committed = node.committed()
-    return bool(committed) and committed[0].step >= step
-
-
 def test_a_trainer_killed_right_after_a_snapshot_does_not_lose_it(node: Node) -> None:
     for _ in range(3):
         trainer = node.start(megabytes=32)
@@ -39,7 +33,12 @@ def test_a_trainer_killed_right_after_a_snapshot_does_not_lose_it(node: Node) ->
         trainer.wait()
         # What was printed was offered, and a line is printed after the offer.
         last = node.steps()[-1]
-        node.until(functools.partial(has_committed, node, last), f"step {last}")
+
+        def is_durable(last: int = last) -> bool:
+            names = node.committed()
+            return bool(names) and names[0].step >= last
+
+        node.until(is_durable, f"step {last}")
         node.check_newest()
 
 

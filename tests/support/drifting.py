@@ -1,9 +1,13 @@
 """A tracer one of whose ranks holds another state from some step on, once, as after a flipped bit.
 
 Started as `tests/support/drifting.py:Drifting` with `args.at` (a step), `args.rank` and `args.marks`, and
-`Filled`, whose one large parameter is filled with one number at every step (C27).
+`Filled`, whose one large parameter is filled with one number at every step (C27), and `Large` (C36).
 """
 
+import json
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +69,39 @@ class Filled(Job):
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         return torch.as_tensor(model(batch[0])).mean()
+
+
+class Large(Filled):
+    """`Filled` that writes down the most private memory of its process, by rank, to `marks`."""
+
+    def __init__(self, marks: str = "", **args: Any) -> None:
+        super().__init__(**args)
+        self.marks = Path(marks)
+        self.peak = 0
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        self.before = private_bytes()
+        threading.Thread(target=self._watch, name="peak", daemon=True).start()
+        return made
+
+    def _watch(self) -> None:
+        while True:
+            self.peak = max(self.peak, private_bytes())
+            time.sleep(0.001)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        # Taken before the first backward: what comes later is the same in every generation.
+        if not (self.marks / f"{os.getpid()}").exists():
+            self.marks.mkdir(parents=True, exist_ok=True)
+            figures = {"peak": self.peak, "before": self.before, "now": private_bytes()}
+            (self.marks / f"{os.getpid()}").write_text(json.dumps(figures))
+        return super().loss(model, batch)
+
+
+def private_bytes() -> int:
+    """The memory that this process shares with no other."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
