@@ -68,6 +68,7 @@ class ShardBuffers:
         self._others = [place for place in places if not place.always]
         self._rows: dict[int, dict[int, Tensor]] = {}
         self._samples: dict[int, int] = {}
+        self._sent: _Sent | None = None
         self.flags: list[float] = []
         """For each buffer that is not a norm's: 1.0 where one of this rank's shards changed it."""
 
@@ -116,6 +117,12 @@ class ShardBuffers:
         self._rows[turn.shard] = row
 
     @torch.no_grad()
+    def send(self) -> None:
+        """After the last forward: where it is known what changes, it travels beside the gradients. Collective."""
+        if self._norms and not self._others:
+            self._sent = self._gather(range(len(self._norms)), self._norms)
+
+    @torch.no_grad()
     def merge(self, changed: Sequence[float]) -> None:
         """Merge the shards' buffers; `changed` are the flags summed over the ranks. Collective."""
         numbers = [*range(len(self._norms))]
@@ -128,7 +135,8 @@ class ShardBuffers:
         merged = [every[number] for number in numbers]
         floating = [place for place in merged if place.base.is_floating_point()]
         whole = [place for place in merged if not place.base.is_floating_point()]
-        weights, rows = self._gather(numbers, every)
+        sent, self._sent = self._sent or self._gather(numbers, every), None
+        weights, rows = sent.wait()
         sizes = [place.base.numel() for place in floating]
         total = sum(sizes)
         mean = torch.zeros(total, dtype=torch.float64, device=rows.device)
@@ -155,33 +163,24 @@ class ShardBuffers:
         for place in places:
             place.restore()
 
-    def _gather(
-        self, numbers: Sequence[int], every: Sequence[_Place]
-    ) -> tuple[list[float], Tensor]:
+    def _gather(self, numbers: Sequence[int], every: Sequence[_Place]) -> "_Sent":
         """Weight and flattened buffers of each shard, in order; those of absent shards weigh nothing."""
         world = self._world
-        workers = min(world.world_size, self._shards)
-        slots = -(-self._shards // workers)
-        own = [
-            self._flatten(shard, numbers, every)
-            for shard in owned(world.rank, world.world_size, self._shards)
-        ]
+        ranges = [owned(rank, world.world_size, self._shards) for rank in range(world.world_size)]
+        slots = max(len(own) for own in ranges)
+        own = [self._flatten(shard, numbers, every) for shard in ranges[world.rank]]
         length = 1 + sum(every[number].base.numel() for number in numbers)
         device = every[numbers[0]].base.device
         empty = torch.zeros(length, dtype=torch.float64, device=device)
         mine = torch.stack([*own, *[empty] * (slots - len(own))])
         if world.world_size == 1:
-            rows = mine
-        else:
-            gathered = mine.new_empty(world.world_size * slots, length)
-            dist.all_gather_single(gathered, mine)
-            of_ranks = [
-                gathered[rank * slots + place]
-                for rank in range(world.world_size)
-                for place in range(len(owned(rank, world.world_size, self._shards)))
-            ]
-            rows = torch.stack(of_ranks)
-        return rows[:, 0].tolist(), rows[:, 1:]
+            return _Sent(rows=mine, places=range(len(own)), work=None)
+        rows = mine.new_empty(world.world_size * slots, length)
+        work = dist.all_gather_single(rows, mine, async_op=True)
+        places = [
+            rank * slots + place for rank, of in enumerate(ranges) for place in range(len(of))
+        ]
+        return _Sent(rows=rows, places=places, work=work)
 
     def _flatten(self, shard: int, numbers: Sequence[int], every: Sequence[_Place]) -> Tensor:
         """Samples, floating buffers as float64, then the bits of the others."""
@@ -197,6 +196,24 @@ class ShardBuffers:
             if not value.is_floating_point()
         ]
         return torch.cat([weight, *floating, *whole])
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sent:
+    """The shards' buffers on their way."""
+
+    rows: Tensor
+    places: Sequence[int]
+    """The row of each shard."""
+    work: dist.Work | None
+
+    def wait(self) -> tuple[list[float], Tensor]:
+        """Weights and values, in the order of the shards."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        rows = self.rows[list(self.places)]
+        return rows[:, 0].tolist(), rows[:, 1:]
 
 
 def _places(model: nn.Module) -> list[_Place]:

@@ -168,6 +168,8 @@ class Stepper:
         self._reducer.begin(index, told)
         with frozen(self._foreign[index]):
             self._accumulate(index, step, batch, told)
+        if self._buffers is not None:
+            self._buffers.send()
         totals = self._reducer.finish()
         weighted = totals.flags[len(flags)] > 0
         if self._buffers is not None:

@@ -57,6 +57,7 @@ def train(world: World, steps: int, present: int = SHARDS) -> list[dict[str, Any
                 rows = rows_of(step, shard)
                 model(rows)
                 buffers.leave(turn, len(rows))
+        buffers.send()
         flags = world.all_sum(buffers.flags)
         buffers.merge(flags)
         found.append({name: buffer.tolist() for name, buffer in model.named_buffers()})
