@@ -18,6 +18,8 @@ from typing import Final
 
 import xxhash
 
+from checkpoints.direct import write_direct
+
 _TEMP: Final = ".tmp-"
 _LOCK: Final = ".lock-"
 _MOST_BUFFERS: Final = 1024
@@ -175,6 +177,15 @@ class LocalBackend:
         self._make_folder(path.parent)
         return LocalAppender(path)
 
+    def upload(self, name: str, chunks: Sequence[memoryview]) -> None:
+        """A file is written in one go, whatever its size."""
+
+    def renew(self) -> None:
+        """There are no credentials."""
+
+    def reconnect(self) -> None:
+        """There is no connection."""
+
     def close(self) -> None:
         """Nothing is held open."""
 
@@ -189,6 +200,8 @@ class LocalBackend:
             try:
                 _write_all(fd, chunks)
                 os.fsync(fd)
+            except OSError as error:
+                raise _told(error, fd, chunks) from error
             finally:
                 os.close(fd)
             yield temp
@@ -246,15 +259,29 @@ class LocalAppender:
 
 
 def _write_all(fd: int, chunks: Sequence[memoryview]) -> None:
-    """Write all chunks, however much the kernel takes at a time."""
+    """Write all chunks into an empty file, however much the kernel takes at a time."""
     at = 0
-    done = 0
+    done = write_direct(fd, chunks[0]) if len(chunks) == 1 else 0
+    if chunks and done == chunks[0].nbytes:
+        return
     while at < len(chunks):
         batch = [chunks[at][done:], *chunks[at + 1 : at + _MOST_BUFFERS]]
         done += os.writev(fd, batch)
         while at < len(chunks) and done >= chunks[at].nbytes:
             done -= chunks[at].nbytes
             at += 1
+
+
+def _told(error: OSError, fd: int, chunks: Sequence[memoryview]) -> OSError:
+    """The error of a full disk with how much is missing; any other as it is."""
+    if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+        return error
+    wanted = sum(chunk.nbytes for chunk in chunks)
+    facts = os.fstatvfs(fd)
+    # What the temp file holds already comes back when it goes.
+    free = facts.f_bavail * facts.f_frsize + os.fstat(fd).st_blocks * 512
+    room = f"{wanted / 1e6:.1f} MB are needed, {min(free, wanted) / 1e6:.1f} MB are free"
+    return OSError(error.errno, f"{os.strerror(error.errno)}: {room}")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,23 +1,25 @@
 """S3, and what speaks like it.
 
-One request for each small operation, where fsspec's general methods take two or three; listings go by
-prefix, and a missing bucket is an error in them, never an empty listing.
+Large objects are multipart uploads of this room's own: the parts are views of the caller's memory, and
+each carries a checksum that the server compares.
 """
 
-import os
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import fsspec.asyn
-
-from checkpoints.backend_fsspec import ObjectBackend, past_the_end
-from checkpoints.backends import Verdict, classify
+from checkpoints.backend_objects import ANY, ObjectBackend
+from checkpoints.backends import Verdict, classify, error_code
+from checkpoints.uploads import PARALLEL, Body, Upload, total_bytes
 
 _BULK: Final = 1000
+_WHOLE: Final = 1 << 30
+"""How large an object is taken to be that is read whole, when its time is bounded."""
+_MARK: Final = "upload"
 
 
 class S3Backend(ObjectBackend):
-    """S3 and what speaks like it: one request for each small operation, listings by prefix."""
+    """The requests of S3."""
 
     def _arguments(self) -> dict[str, Any]:
         arguments = super()._arguments()
@@ -27,124 +29,159 @@ class S3Backend(ObjectBackend):
         config["retries"] = {"mode": "standard", "total_max_attempts": 1}
         return {**arguments, "config_kwargs": config}
 
-    def _open(self) -> tuple[Any, str]:
-        fs, root = super()._open()
+    def _connect(self) -> tuple[Any, str]:
+        fs, root = super()._connect()
         fs.retries = 1
         return fs, root
 
-    def close(self) -> None:
-        """Close the client of this process."""
-        with self._lock:
-            made, self._made = self._made, None
-        if made is not None and made[0] == os.getpid() and made[1]._s3 is not None:  # noqa: SLF001
-            made[1].close_session(made[1].loop, made[1]._s3)  # noqa: SLF001
+    def _disconnect(self, fs: Any) -> None:
+        if fs._s3 is not None:  # noqa: SLF001  # there is no public way to ask
+            fs.close_session(fs.loop, fs._s3)  # noqa: SLF001
 
-    def _key(self, name: str) -> dict[str, str]:
-        bucket, key, _ = self._fs.split_path(self._path(name))
-        return {"Bucket": bucket, "Key": key}
+    def call(self, method: str, name: str, *, sends: int = 0, **more: Any) -> Any:
+        """One request on one object."""
+        bucket, key = self._where(name)
+        return self._bucket(method, sends=sends, Bucket=bucket, Key=key, **more)
 
-    def check(self) -> None:
-        """List at most one object: that needs no right on the rest of the bucket."""
-        where = self._key("")
-        self._fs.call_s3("list_objects_v2", Bucket=where["Bucket"], Prefix=where["Key"], MaxKeys=1)
+    def _bucket(self, method: str, *, sends: int = 0, **more: Any) -> Any:
+        return self._ask(self._fs._call_s3, method, sends=sends, **more)  # noqa: SLF001  # bounded here
 
-    def swap(self, name: str, data: bytes, tag: str | None) -> str | None:
-        """One conditional request; the tag is the ETag."""
-        condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
-        try:
-            reply = self._fs.call_s3("put_object", **self._key(name), Body=data, **condition)
-        except Exception as error:
-            # A missing object has no tag: for AWS that is 404, for others 412.
-            if classify(error) in {Verdict.EXISTS, Verdict.MISSING}:
-                return None
-            raise
+    def _place(self, name: str, chunks: Sequence[memoryview], tag: str | None) -> str:
+        condition = {"IfNoneMatch": "*"} if tag is None else {} if tag == ANY else {"IfMatch": tag}
+        sends = total_bytes(chunks)
+        reply = self.call("put_object", name, sends=sends, Body=Body(chunks), **condition)
         return str(reply["ETag"])
 
-    def read(self, name: str, limit_bytes: int | None) -> bytes:
-        """One request, where fsspec would ask for the size first."""
-        return (
-            self._fetch(name, None)[0] if limit_bytes is None else self._range(name, 0, limit_bytes)
-        )
+    def _begin(self, name: str, parts: Sequence[Sequence[memoryview]]) -> Upload:
+        return _Multipart(self, name, parts)
 
-    def read_tagged(self, name: str) -> tuple[bytes, str]:
-        """Bytes and ETag out of one reply, so that they belong together."""
-        return self._fetch(name, None)
-
-    def _range(self, name: str, start: int, length: int) -> bytes:
-        try:
-            return self._fetch(name, f"bytes={start}-{start + length - 1}")[0]
-        except Exception as error:
-            if past_the_end(error):
-                return b""
-            raise
-
-    def _fetch(self, name: str, span: str | None) -> tuple[bytes, str]:
+    def _fetch(self, name: str, start: int, length: int | None) -> tuple[bytes, str]:
         fs = self._fs
-        where = self._key(name)
-        if span is not None:
-            where["Range"] = span
+        bucket, key = self._where(name)
+        span = {} if length is None else {"Range": f"bytes={start}-{start + length - 1}"}
 
         async def fetch() -> tuple[bytes, str]:
-            reply = await fs._call_s3("get_object", **where)  # noqa: SLF001  # body and tag of one reply
+            reply = await fs._call_s3("get_object", Bucket=bucket, Key=key, **span)  # noqa: SLF001
             body = reply["Body"]
             try:
                 return await body.read(), str(reply["ETag"])
             finally:
                 body.close()
 
-        data, tag = fsspec.asyn.sync(fs.loop, fetch)
+        data, tag = self._ask(fetch, sends=_WHOLE if length is None else length)
         return bytes(data), str(tag)
 
     def size(self, name: str) -> int:
         """One request, where fsspec would also look for a folder of that name."""
-        return int(self._fs.call_s3("head_object", **self._key(name))["ContentLength"])
+        return int(self.call("head_object", name)["ContentLength"])
 
-    def names(self, prefix: str) -> list[str]:
-        """List by prefix, page by page."""
-        root = self._key("")["Key"]
-        lead = f"{root}/" if root else ""
-        found: list[str] = []
-        for page in self._pages(lead + prefix):
-            found.extend(str(item["Key"])[len(lead) :] for item in page.get("Contents", ()))
-        # A "folder" that some tool has made is an object whose name ends in a slash.
-        return [name for name in found if name and not name.endswith("/")]
-
-    def _pages(self, prefix: str, **more: str) -> Iterator[Mapping[str, Any]]:
-        where = {"Bucket": self._key("")["Bucket"], "Prefix": prefix, **more}
+    def _keys(self, prefix: str, *, deep: bool) -> Iterator[str]:
+        where: dict[str, Any] = {"Bucket": self._where("")[0], "Prefix": prefix}
+        if not deep:
+            where["Delimiter"] = "/"
         while True:
-            page = self._fs.call_s3("list_objects_v2", **where)
-            yield page
+            page = self._bucket("list_objects_v2", **where)
+            yield from (str(item["Key"]) for item in page.get("Contents", ()))
+            yield from (str(item["Prefix"]) for item in page.get("CommonPrefixes", ()))
             if not page.get("IsTruncated"):
                 return
             where["ContinuationToken"] = page["NextContinuationToken"]
 
-    def children(self, folder: str) -> list[str]:
-        """List up to the next slash."""
-        lead = self._key(folder)["Key"]
-        lead = f"{lead}/" if lead else ""
-        found: list[str] = []
-        for page in self._pages(lead, Delimiter="/"):
-            found.extend(str(item["Key"])[len(lead) :] for item in page.get("Contents", ()))
-            found.extend(
-                str(item["Prefix"])[len(lead) :] for item in page.get("CommonPrefixes", ())
-            )
-        return [name.rstrip("/") for name in found if name.rstrip("/")]
-
-    def delete(self, name: str) -> None:
-        """Delete one object; S3 does not mind a missing one."""
-        self._fs.call_s3("delete_object", **self._key(name))
+    def _remove(self, name: str) -> None:
+        self.call("delete_object", name)
 
     def delete_tree(self, folder: str) -> None:
         """Delete in bulk, with the folder's own mark, which some servers keep and show."""
-        keys = [self._key(name) for name in [*self.names(f"{folder}/"), f"{folder}/"]]
-        for at in range(0, len(keys), _BULK):
-            batch = [{"Key": where["Key"]} for where in keys[at : at + _BULK]]
-            reply = self._fs.call_s3(
-                "delete_objects",
-                Bucket=keys[at]["Bucket"],
-                Delete={"Objects": batch, "Quiet": True},
-            )
+        places = [self._where(name) for name in [*self.names(f"{folder}/"), f"{folder}/"]]
+        for at in range(0, len(places), _BULK):
+            batch = [{"Key": key} for _, key in places[at : at + _BULK]]
+            wanted = {"Objects": batch, "Quiet": True}
+            reply = self._bucket("delete_objects", Bucket=places[at][0], Delete=wanted)
             for problem in reply.get("Errors", ()):
                 raise OSError(
                     f"{problem.get('Key')}: {problem.get('Code')}: {problem.get('Message')}"
                 )
+
+    def delete_temps(self, folder: str) -> None:
+        """Give up unfinished uploads to the folder, each by its id: listings never show them."""
+        bucket, prefix = self._where("")[0], self._lead(folder)
+        where: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
+        while True:
+            page = self._bucket("list_multipart_uploads", **where)
+            for found in page.get("Uploads", ()):
+                if str(found["Key"]).startswith(prefix):
+                    self._give_up(bucket, str(found["Key"]), str(found["UploadId"]))
+            if not page.get("IsTruncated"):
+                return
+            where["KeyMarker"] = page["NextKeyMarker"]
+            where["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
+
+    def _give_up(self, bucket: str, key: str, upload_id: str) -> None:
+        try:
+            self._bucket("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
+        except Exception as error:
+            # Its writer has finished it or given it up in the meantime.
+            if error_code(error) != "NoSuchUpload" and classify(error) is not Verdict.MISSING:
+                raise
+
+
+class _Multipart:
+    """A multipart upload: known by its id, and the object that it makes by a mark of its own."""
+
+    parallel = PARALLEL
+
+    def __init__(
+        self, backend: S3Backend, name: str, parts: Sequence[Sequence[memoryview]]
+    ) -> None:
+        self.count = len(parts)
+        self._backend = backend
+        self._name = name
+        self._parts = parts
+        self._mark = secrets.token_hex(16)
+        self._id: str | None = None
+        self._sent: dict[int, Mapping[str, object]] = {}
+
+    def begin(self) -> None:
+        """Ask for an id; a lost reply leaves an empty upload, which the bucket's own rules clear."""
+        metadata = {_MARK: self._mark}
+        reply = self._backend.call("create_multipart_upload", self._name, Metadata=metadata)
+        self._id = reply["UploadId"]
+
+    def send(self, number: int) -> None:
+        """Send one part, with its checksum."""
+        chunks = self._parts[number]
+        reply = self._backend.call(
+            "upload_part",
+            self._name,
+            sends=total_bytes(chunks),
+            UploadId=self._id,
+            PartNumber=number + 1,
+            Body=Body(chunks),
+        )
+        sums = {key: reply[key] for key in reply if key == "ETag" or key.startswith("Checksum")}
+        sums.pop("ChecksumType", None)
+        self._sent[number] = {"PartNumber": number + 1, **sums}
+
+    def finish(self) -> None:
+        """Put the parts together; after a lost reply the upload is gone and the object carries its mark."""
+        parts = [self._sent[number] for number in range(self.count)]
+        try:
+            self._backend.call(
+                "complete_multipart_upload",
+                self._name,
+                UploadId=self._id,
+                MultipartUpload={"Parts": parts},
+            )
+        except Exception as error:
+            gone = error_code(error) == "NoSuchUpload" or classify(error) is Verdict.MISSING
+            if not (gone and self._is_there()):
+                raise
+
+    def _is_there(self) -> bool:
+        found = self._backend.call("head_object", self._name)
+        return bool(found.get("Metadata", {}).get(_MARK) == self._mark)
+
+    def abort(self) -> None:
+        """Give up this upload alone: others of the same name may be another writer's."""
+        if self._id is not None:
+            self._backend.call("abort_multipart_upload", self._name, UploadId=self._id)

@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from checkpoints.errors import PermanentStoreError
 from checkpoints.redaction import redact, redact_url, secret_values
+from checkpoints.uploads import Upload
 
 
 class Appender(Protocol):
@@ -38,6 +39,9 @@ class Backend(Protocol):
 
     def write(self, name: str, chunks: Sequence[memoryview]) -> None:
         """Replace an object: readers see the old or the new bytes, never a mixture."""
+
+    def upload(self, name: str, chunks: Sequence[memoryview]) -> Upload | None:
+        """How to send an object in parts; None where `write` does it, in one go."""
 
     def create(self, name: str, data: bytes) -> bool:
         """Create an object; False where there is one by that name."""
@@ -75,6 +79,12 @@ class Backend(Protocol):
     def appender(self, name: str) -> Appender | None:
         """A growing file, or None where the store has none."""
 
+    def renew(self) -> None:
+        """Make the client anew, with credentials and options as they are by now."""
+
+    def reconnect(self) -> None:
+        """Let go of a connection that has failed, where a client has just the one."""
+
     def close(self) -> None:
         """Let connections go."""
 
@@ -87,6 +97,8 @@ class Verdict(Enum):
     EXISTS = auto()
     FULL = auto()
     TRANSIENT = auto()
+    EXPIRED = auto()
+    """The credentials were good, and their time is over: fresh ones cure it."""
     PERMANENT = auto()
 
 
@@ -105,12 +117,29 @@ _CODES: Final[Mapping[str, Verdict]] = {
     "RequestTimeout": Verdict.TRANSIENT,
     "IncompleteBody": Verdict.TRANSIENT,
     "BadDigest": Verdict.TRANSIENT,
+    "Md5Mismatch": Verdict.TRANSIENT,
     "XAmzContentSHA256Mismatch": Verdict.TRANSIENT,
+    "ExpiredToken": Verdict.EXPIRED,
+    "ExpiredTokenException": Verdict.EXPIRED,
+    "ExpiredAuthenticationToken": Verdict.EXPIRED,
+    "RequestExpired": Verdict.EXPIRED,
+    "TokenRefreshRequired": Verdict.EXPIRED,
     "QuotaExceeded": Verdict.FULL,
     "XMinioStorageFull": Verdict.FULL,
     "InsufficientStorage": Verdict.FULL,
 }
 _CODES_BUSY: Final = re.compile(r"SlowDown|Unavailable|InternalError|Throttl|TooManyRequests|Busy")
+_CODES_DENIED: Final = frozenset(
+    {
+        "AccessDenied",
+        "AuthenticationFailed",
+        "AuthorizationFailure",
+        "InvalidAccessKeyId",
+        "InvalidAuthenticationInfo",
+        "InvalidToken",
+        "SignatureDoesNotMatch",
+    }
+)
 _STATUSES: Final[Mapping[int, Verdict]] = {
     404: Verdict.MISSING,
     408: Verdict.TRANSIENT,
@@ -123,15 +152,19 @@ _STATUSES: Final[Mapping[int, Verdict]] = {
 _TRANSIENT_CLASSES: Final = frozenset(
     {
         "ClientConnectionError",
+        "ChannelException",
         "ClientPayloadError",
         "ConnectionError",
+        "EOFError",
         "EndpointConnectionError",
         "FSTimeoutError",
         "HTTPClientError",
+        "NoValidConnectionsError",
         "IncompleteRead",
         "IncompleteReadError",
         "ProxyError",
         "ResponseParserError",
+        "SSHException",
         "ServerDisconnectedError",
         "ServiceRequestError",
         "ServiceResponseError",
@@ -139,6 +172,8 @@ _TRANSIENT_CLASSES: Final = frozenset(
         "gaierror",
     }
 )
+_REFUSED_CLASSES: Final = frozenset({"AuthenticationException", "BadHostKeyException"})
+"""What paramiko makes subclasses of its class for broken connections."""
 _CLASSES: Final[Mapping[str, Verdict]] = {
     "ResourceExistsError": Verdict.EXISTS,
     "ResourceModifiedError": Verdict.EXISTS,
@@ -228,8 +263,11 @@ def classify(error: BaseException) -> Verdict:
             return _CODES[code]
         if _CODES_BUSY.search(code):
             return Verdict.TRANSIENT
+    classes = {name for link in _causes(error) for name in _class_names(link)}
+    if classes & _REFUSED_CLASSES:
+        return Verdict.PERMANENT
     # A connection that broke off counts before a status: aiohttp calls a reply cut short a 400.
-    if any(name in _TRANSIENT_CLASSES for link in _causes(error) for name in _class_names(link)):
+    if classes & _TRANSIENT_CLASSES:
         return Verdict.TRANSIENT
     status = http_status(error)
     if status is not None:
@@ -244,11 +282,24 @@ def classify(error: BaseException) -> Verdict:
     return verdict
 
 
+def is_denied(error: BaseException) -> bool:
+    """Whether the credentials were not accepted: other ones may be by now."""
+    code = error_code(error)
+    if code is not None and (code in _CODES_DENIED or _CODES.get(code) is Verdict.EXPIRED):
+        return True
+    return http_status(error) in {401, 403}
+
+
 def hint(error: BaseException) -> str:
     """The way out that belongs to an error which no retry can cure."""
     code, status = error_code(error), http_status(error)
     if code in {"NoSuchBucket", "ContainerNotFound"}:
         return "; create the bucket, or correct the URL"
+    if classify(error) is Verdict.EXPIRED:
+        return (
+            "; the credentials have expired: renew them where they come from (environment, file or "
+            "options), they are read anew at each try"
+        )
     if isinstance(error, PermissionError) or status in {401, 403} or "Credentials" in repr(error):
         return "; check the credentials and what they may do"
     if isinstance(error, ImportError):

@@ -1,157 +1,106 @@
-"""Snapshots: the state copied into host memory, as the very files that a checkpoint will hold.
+"""The memory of snapshots: made once, used again, and filled beside the training.
 
-Promises: once `Buffers.stage` has returned, nothing that happens to the live tensors changes the
-snapshot; its buffers are made once and used again as long as they fit. A slot belongs to its snapshot
-until that one is released or forgotten, so a snapshot whose commit failed can be committed later.
+Promises: once a filling is copied, nothing that happens to the live tensors changes the snapshot. What
+the next forward changes is kept before `begin` returns; the tensors that were named as still are copied
+by `Filling.copy`, in any thread, and must not change until it has returned. A slot belongs to its snapshot
+until that one is released or forgotten, so a snapshot whose commit failed can be committed later. Where
+there is too little shared memory one line says so, and private memory serves.
 Knows no store: what is done with the files is the writer's business.
 """
 
 from __future__ import annotations
 
-import mmap
-import re
+import contextlib
+import logging
 import threading
 import weakref
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, cast
 
-from checkpoints.canonical import plain
-from checkpoints.errors import CheckpointError, DamagedError, UnsupportedStateError
-from checkpoints.layout import Manifest, new_token, utc_now
-from checkpoints.serialization import (
-    encode_header,
-    encode_index,
-    encode_state,
-    split,
-    tensor_view,
-)
+from checkpoints import snapshots
+from checkpoints.copier import DeviceCopy, keep, marks_of
+from checkpoints.errors import CheckpointError
+from checkpoints.frozen import Watch
+from checkpoints.segments import Segment
+from checkpoints.slots import Place, Private, Slot
+from checkpoints.snapshots import Plan, Snapshot, StagedFile
+from checkpoints.staging import Tables, check_info, plan_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
     from checkpoints.canonical import JSON
     from checkpoints.layout import CheckpointName
 
-STATE: Final = "state.json"
-MODEL: Final = "model"
-STATE_FORMAT: Final = 1
+__all__ = ["Buffers", "Filling", "Place", "Slot", "Snapshot", "StagedFile"]
+
+logger = logging.getLogger(__name__)
+
 MAX_SLOTS: Final = 3
 """Filling, newest complete, being written."""
-_KEY: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StagedFile:
-    """One file of a snapshot, all of its bytes in host memory."""
-
-    name: str
-    data: memoryview
-
-    @property
-    def size_bytes(self) -> int:
-        """The size that the file will have."""
-        return self.data.nbytes
-
-
-@dataclass(kw_only=True, slots=True, weakref_slot=True, eq=False)
-class Snapshot:
-    """A consistent copy of the training state in host memory, not yet durable."""
+class What:
+    """What a snapshot is told by."""
 
     name: CheckpointName
     parent: CheckpointName | None
     run_id: str
     info: Mapping[str, JSON]
-    files: tuple[StagedFile, ...]
-    token: str = field(default_factory=new_token)
-    created_at: str = field(default_factory=utc_now)
-    slot: Slot | None = None
-    is_doubtful: bool = False
-    """The manifest was sent and the outcome is not known: the files must stay."""
-
-    @property
-    def size_bytes(self) -> int:
-        """The bytes of all files together."""
-        return sum(file.size_bytes for file in self.files)
-
-    @property
-    def is_released(self) -> bool:
-        """Whether its memory may already hold another snapshot."""
-        return self.slot is None
-
-    def release(self) -> None:
-        """Give its memory back; it cannot be committed any more."""
-        slot, self.slot = self.slot, None
-        if slot is not None:
-            slot.free()
 
 
-class Slot:
-    """Host memory for one snapshot; one image for each file."""
+class Filling:
+    """A snapshot on its way: what changes is kept already, the rest is copied by `copy`."""
 
-    def __init__(self) -> None:
-        self._images: dict[str, Image] = {}
-        self._holder: weakref.ref[Snapshot] | None = None
-        self._is_filling = False
+    def __init__(self, buffers: Buffers, tree: Mapping[str, object], what: What) -> None:
+        """Made by `Buffers.begin`."""
+        self._buffers, self._tree, self._what = buffers, tree, what
+        self._marks = marks_of(tree)
 
-    @property
-    def is_free(self) -> bool:
-        """Whether no snapshot needs what is in it."""
-        return not self._is_filling and (self._holder is None or self._holder() is None)
+    def copy(self, *, known: CheckpointName | None = None) -> Snapshot:
+        """Plan it and copy it; the snapshot is whole when this returns. Any thread, once.
 
-    def fill(self) -> None:
-        """Take it before a snapshot exists."""
-        self._is_filling = True
+        Args:
+            known: The newest checkpoint that is known to be in the store.
 
-    def hold(self, snapshot: Snapshot) -> None:
-        """Keep it for a snapshot, for as long as that lives and is not released."""
-        self._holder = weakref.ref(snapshot)
-        self._is_filling = False
-
-    def free(self) -> None:
-        """Let the next snapshot have it."""
-        self._holder = None
-        self._is_filling = False
-
-    def images(self, sizes: Mapping[str, int]) -> dict[str, Image]:
-        """An image of at least the given size for each file; old ones are used again."""
-        kept = {
-            name: self._images[name]
-            for name, size in sizes.items()
-            if name in self._images and self._images[name].capacity_bytes >= size
-        }
-        self._images = kept  # before more is allocated, what does not fit has to go
-        for name, size in sizes.items():
-            if name not in kept:
-                kept[name] = Image(size)
-        return dict(kept)
-
-
-class Image:
-    """Page-aligned memory in the shape of one file."""
-
-    def __init__(self, size_bytes: int) -> None:
-        import torch
-
-        self.capacity_bytes = size_bytes
-        # Private and anonymous: not bound by the size of /dev/shm, and a full one is no SIGBUS.
-        self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.bytes: Tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-
-    def view(self, size_bytes: int) -> memoryview:
-        """The first bytes of it."""
-        return memoryview(self._memory)[:size_bytes]
+        Raises:
+            UnsupportedStateError: Something in the state is neither tensor nor JSON.
+            CheckpointError: All slots hold snapshots that nobody released.
+        """
+        tree, self._tree = self._tree, {}  # what was kept of it is not kept longer than this
+        return self._buffers.fill(tree, self._what, self._marks, known)
 
 
 class Buffers:
     """The slots of one process. Any thread may stage; one at a time does."""
 
-    def __init__(self, *, split_bytes: int, max_slots: int = MAX_SLOTS) -> None:
+    def __init__(
+        self, *, split_bytes: int, max_slots: int = MAX_SLOTS, place: Place | None = None
+    ) -> None:
+        """Make no memory yet.
+
+        Args:
+            split_bytes: Files of tensors are split so that none is larger, where tensors allow it.
+            max_slots: How many snapshots there may be at a time.
+            place: Where slots lie; None: in this process's own memory.
+        """
         self._split_bytes = split_bytes
         self._max_slots = max_slots
+        self._place = place
         self._slots: list[Slot] = []
+        self._newest: weakref.ref[Slot] | None = None
+        self._numbers = 0
         self._lock = threading.Lock()
+        self._tables: Tables | None = None
+        self._watch = Watch()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes can see the snapshots."""
+        return self._place is not None
 
     def stage(
         self,
@@ -168,147 +117,221 @@ class Buffers:
             UnsupportedStateError: Something in the state is neither tensor nor JSON.
             CheckpointError: All slots hold snapshots that nobody released.
         """
+        what = What(name=name, parent=parent, run_id=run_id, info=info)
+        return self.fill(tree, what, {}, None)
+
+    def begin(
+        self,
+        tree: Mapping[str, object],
+        *,
+        name: CheckpointName,
+        parent: CheckpointName | None,
+        run_id: str,
+        info: Mapping[str, JSON],
+        still: Collection[int] = (),
+    ) -> Filling:
+        """Begin a snapshot: keep all that may change, now; the rest is copied by `Filling.copy`.
+
+        Args:
+            tree: The state.
+            name: Its generation and step.
+            parent: The state that its generation began from.
+            run_id: Whose it is.
+            info: What is told of it without reading it.
+            still: The data pointers of the tensors that do not change until `Filling.copy` is done.
+        """
+        what = What(name=name, parent=parent, run_id=run_id, info=info)
+        kept = keep(tree, frozenset(still))
+        return Filling(self, cast("Mapping[str, object]", kept), what)
+
+    def fill(
+        self,
+        tree: Mapping[str, object],
+        what: What,
+        marks: Mapping[object, object],
+        known: CheckpointName | None,
+    ) -> Snapshot:
+        """Copy a state into a slot; see `stage` and `Filling.copy`."""
         with self._lock:
-            tables, texts = _plan(tree, self._split_bytes)
-            slot = self._take()
+            tables = plan_files(tree, self._split_bytes, self._tables, self._watch.seen)
+            self._tables = tables
+            plan = Plan.of(tables.sizes)
+            checked = check_info(what.info, what.name)
+            slot = self._take(plan.capacity(len(str(checked)) + 200 * len(tables.sizes)))
             try:
-                files = _fill(slot, tables)
-                files += [StagedFile(name=n, data=memoryview(d)) for n, d in texts.items()]
+                memory = slot.memory.view()
+                snapshots.clear(memory)
+                self._newest = weakref.ref(slot)
+                self._write(slot, plan, tables, marks)
+                self._look(slot, plan, tables)
+                files = tuple(
+                    StagedFile(name=name, data=memory[at : at + size])
+                    for name, (at, size) in plan.places.items()
+                )
                 snapshot = Snapshot(
-                    name=name,
-                    parent=parent,
-                    run_id=run_id,
-                    info=_checked_info(info, name),
-                    files=tuple(files),
+                    name=what.name,
+                    parent=what.parent,
+                    run_id=what.run_id,
+                    info=checked,
+                    files=files,
                     slot=slot,
                 )
+                snapshots.seal(memory, snapshot, plan, known=known)
             except BaseException:
                 slot.free()
                 raise
             slot.hold(snapshot)
             return snapshot
 
-    def close(self) -> None:
-        """Forget the slots; snapshots that are still held keep their memory."""
-        with self._lock:
-            self._slots.clear()
+    def _write(
+        self, slot: Slot, plan: Plan, tables: Tables, marks: Mapping[object, object]
+    ) -> None:
+        """Copy headers, tensors and texts to their places."""
+        memory = slot.memory.view()
+        places: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, table in tables.files.items():
+            at, size = plan.places[name]
+            memory[at : at + len(table.start)] = table.start
+            image = slot.bytes[at : at + size]
+            for spec in table.header.tensors:
+                places.append(slot.place(image, at, spec))
+                sources.append(table.tensors[spec.name].detach())
+        for name, text in tables.texts.items():
+            at, size = plan.places[name]
+            memory[at : at + size] = text
+        if any(source.is_cuda for source in sources):
+            slot.pin()
+        if places:
+            DeviceCopy(places, sources, marks, pinned=slot.is_pinned).run()
 
-    def _take(self) -> Slot:
-        slot = next((slot for slot in self._slots if slot.is_free), None)
-        if slot is None:
-            if len(self._slots) >= self._max_slots:
-                raise CheckpointError(
-                    f"snapshot: {len(self._slots)} are held already, expected fewer;"
-                    " commit or release one"
-                )
-            slot = Slot()
-            self._slots.append(slot)
+    def _look(self, slot: Slot, plan: Plan, tables: Tables) -> None:
+        """See which tensors do not change from snapshot to snapshot."""
+        if not self._watch.is_done:
+            self._watch.look(tables.views(slot.memory.view(), plan.places))
+
+    def _take(self, size_bytes: int) -> Slot:
+        """A free slot that is large enough: best one that does not hold the newest snapshot."""
+        keeps_newest = self.is_shared and self._newest is not None
+        newest = self._newest() if keeps_newest and self._newest is not None else None
+        free = [slot for slot in self._slots if slot.is_free]
+        others = [slot for slot in free if slot is not newest]
+        if others or (free and len(self._slots) >= self._max_slots):
+            slot = (others or free)[0]
+            if slot.memory.size_bytes < size_bytes:
+                self._drop(slot)
+                slot = self._make(size_bytes)
+        elif len(self._slots) < self._max_slots:
+            slot = self._make(size_bytes)
+        else:
+            raise CheckpointError(
+                f"snapshot: {len(self._slots)} are held already, expected fewer;"
+                " commit or release one"
+            )
         slot.fill()
         return slot
 
+    def _make(self, size_bytes: int) -> Slot:
+        while True:
+            try:
+                memory = self._new_memory(size_bytes)
+                break
+            except OSError as error:
+                reason = error.strerror or str(error)
+                if self._place is not None and self._place.owner is not None:
+                    # Memory without a name is not bound by the size of the mount.
+                    logger.warning(
+                        "snapshots: %s; they lie in memory without a name, which is gone with the writer",
+                        reason,
+                    )
+                    self._place = Place()
+                    continue
+                logger.warning(
+                    "snapshots: %s; saving goes on without shared memory: the loop waits for each save",
+                    reason,
+                )
+                self._place = None
+        slot = Slot(self._numbers, memory)
+        self._slots.append(slot)
+        return slot
 
-def _checked_info(info: Mapping[str, JSON], name: CheckpointName) -> dict[str, JSON]:
-    """The info as it will be read back: it stands in the manifest, so it has to be plain JSON."""
-    tensors, _ = split(dict(info), where="info")
-    if tensors:
-        raise UnsupportedStateError(f"info.{next(iter(tensors))}: found a tensor, expected JSON")
-    manifest = Manifest(name=name, parent=None, run_id="-", files=(), info=_object(plain(info)))
-    try:
-        return dict(Manifest.from_json(manifest.to_json(), name.manifest).info)
-    except DamagedError as error:  # numbers or a depth that nobody reads back
-        raise UnsupportedStateError(f"info: {error}") from error
+    def _new_memory(self, size_bytes: int) -> Segment | Private:
+        while True:
+            self._numbers += 1
+            if self._place is None:
+                return Private(size_bytes)
+            # A name that is taken belongs to a writer that lives on.
+            with contextlib.suppress(FileExistsError):
+                return self._place.make(self._numbers, size_bytes)
 
+    def _drop(self, slot: Slot) -> None:
+        self._slots.remove(slot)
+        slot.close(unlink=True)
 
-def _object(value: JSON) -> dict[str, JSON]:
-    return value if isinstance(value, dict) else {}
+    def reserve(self, size_bytes: int) -> Slot:
+        """A slot for a snapshot that comes from elsewhere; `hold` or `free` it.
 
+        Raises:
+            CheckpointError: All slots hold snapshots that nobody released.
+        """
+        with self._lock:
+            slot = self._take(size_bytes)
+            self._newest = weakref.ref(slot)
+            return slot
 
-def _plan(
-    tree: Mapping[str, object], split_bytes: int
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, bytes]]:
-    """Which tensors go to which file, and the JSON files beside them."""
-    tables: dict[str, dict[str, Tensor]] = {}
-    texts: dict[str, bytes] = {}
-    skeletons: dict[str, JSON] = {}
-    names: dict[str, JSON] = {}
-    for key, state in tree.items():
-        if not _KEY.fullmatch(key):
-            raise UnsupportedStateError(
-                f"{key!r}: found a key that makes no file name, expected letters, digits, _ and -"
-            )
-        tensors, skeletons[key] = split(state, where=key)
-        if key == MODEL:
-            _check_model(state, tensors)
-        if not tensors and key != MODEL:
-            continue
-        files = _divide(key, tensors, split_bytes)
-        if files.keys() & tables.keys():
-            raise UnsupportedStateError(f"{key!r}: found a second file of the name {key}")
-        tables.update(files)
-        names[key] = list(files)
-        if len(files) > 1:
-            texts[f"{key}.safetensors.index.json"] = encode_index(files)
-    state_document: dict[str, JSON] = {
-        "format": STATE_FORMAT,
-        "files": names,
-        "state": skeletons,
-    }
-    texts[STATE] = encode_state(state_document)
-    return tables, texts
+    def take_over(self, memory: Segment, number: int) -> Slot:
+        """Use the memory of a process before this one again."""
+        with self._lock:
+            slot = Slot(number, memory)
+            self._slots.append(slot)
+            self._numbers = max(self._numbers, number)
+            return slot
 
+    def abandon(self, slot: Slot) -> None:
+        """Never write to a slot again: somebody who does not answer may still read it."""
+        with self._lock:
+            if slot in self._slots:
+                self._slots.remove(slot)
+            slot.memory.unlink()
 
-def _check_model(state: object, tensors: Mapping[str, Tensor]) -> None:
-    """The weights open with safetensors alone, under exactly their names: so no trees in them."""
-    if not isinstance(state, dict):
-        raise UnsupportedStateError(
-            f"{MODEL}: found {type(state).__name__}, expected a dict of name and tensor"
-        )
-    for name, value in state.items():
-        if tensors.get(name) is not value:
-            raise UnsupportedStateError(
-                f"{MODEL}.{name}: found {type(value).__name__}, expected a tensor under a plain name"
-            )
+    def hold(self, memory: Segment) -> Snapshot | None:
+        """The whole snapshot that lies in some shared memory, held; None where there is none."""
+        with self._lock:
+            for slot in self._slots:
+                if slot.memory is memory and slot.is_free:
+                    snapshot = snapshots.read(memory.view(), slot)
+                    if snapshot is not None:
+                        slot.hold(snapshot)
+                    return snapshot
+        return None
 
+    @property
+    def has_free(self) -> bool:
+        """Whether `begin` would find memory."""
+        return len(self._slots) < self._max_slots or any(slot.is_free for slot in self._slots)
 
-def _divide(
-    key: str, tensors: Mapping[str, Tensor], split_bytes: int
-) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a key in files of at most `split_bytes` (a larger tensor has its own)."""
-    groups: list[dict[str, Tensor]] = [{}]
-    filled = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if groups[-1] and filled + size > split_bytes:
-            groups.append({})
-            filled = 0
-        groups[-1][name] = tensor
-        filled += size
-    if len(groups) == 1:
-        return {f"{key}.safetensors": groups[0]}
-    return {
-        f"{key}-{number:05d}-of-{len(groups):05d}.safetensors": group
-        for number, group in enumerate(groups, 1)
-    }
+    @property
+    def segments(self) -> list[Segment]:
+        """The shared memory of all slots."""
+        return [slot.memory for slot in self._slots if isinstance(slot.memory, Segment)]
 
+    def forget(self, good: Collection[CheckpointName]) -> None:
+        """What is in the slots is no snapshot any more, but for those that are known to be good."""
+        with self._lock:
+            for slot in self._slots:
+                memory = slot.memory.view()
+                with contextlib.suppress(CheckpointError):
+                    found = snapshots.read(memory)
+                    if found is None or found.name in good:
+                        continue
+                snapshots.clear(memory)
 
-def _fill(slot: Slot, tables: Mapping[str, Mapping[str, Tensor]]) -> list[StagedFile]:
-    """Copy the tensors to their places in the images of their files."""
-    import torch
-
-    headers = {name: encode_header(tensors) for name, tensors in tables.items()}
-    images = slot.images({name: header.file_bytes for name, (_, header) in headers.items()})
-    places: list[Tensor] = []
-    sources: list[Tensor] = []
-    files: list[StagedFile] = []
-    for name, (start, header) in headers.items():
-        data = images[name].view(header.file_bytes)
-        data[: len(start)] = start
-        for spec in header.tensors:
-            places.append(tensor_view(images[name].bytes, spec))
-            sources.append(tables[name][spec.name].detach())
-        files.append(StagedFile(name=name, data=data))
-    if places:
-        # One call for all: the interpreter is free for other threads while it copies.
-        with torch.no_grad():
-            torch._foreach_copy_(places, sources)
-    return files
+    def close(self, *, unlink: bool = True) -> None:
+        """Forget the slots; snapshots that are still held keep their memory."""
+        with self._lock:
+            for slot in self._slots:
+                if slot.is_free:
+                    slot.close(unlink=unlink)
+                elif unlink:
+                    slot.memory.unlink()
+            self._slots.clear()

@@ -17,6 +17,8 @@ JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | Non
 LIMIT_BYTES: Final = 4 << 20
 """The largest record that is read unless the caller allows more."""
 LARGEST: Final = 2**63 - 1
+MOST_VALUES: Final = 8_000_000
+"""A small text of empty lists would take thirty times its size; who has more numbers has tensors."""
 _DEPTH: Final = 64
 _SHOWN: Final = 60
 
@@ -49,6 +51,8 @@ def parse(
     """Read one JSON object, or raise `error` naming `name`."""
     if len(data) > limit_bytes:
         raise error(f"{name}: found {len(data)} bytes, expected at most {limit_bytes}")
+    if (count := count_values(data)) > MOST_VALUES:
+        raise error(f"{name}: found up to {count} values, expected at most {MOST_VALUES}")
     try:
         value = json.loads(
             data.decode("utf-8"),
@@ -65,6 +69,11 @@ def parse(
     if _too_deep(value):
         raise error(f"{name}: nested too deeply, expected at most {_DEPTH} levels")
     return value
+
+
+def count_values(data: bytes) -> int:
+    """At least as many values as a text of JSON holds."""
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 def _unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:

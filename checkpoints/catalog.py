@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from checkpoints import reader
-from checkpoints.canonical import parse
+from checkpoints.canonical import LIMIT_BYTES, parse
 from checkpoints.errors import DamagedError, NoCheckpointError, ObjectMissingError
-from checkpoints.layout import CHECKPOINTS, MANIFEST, SUMMARY, CheckpointName, Manifest
-from checkpoints.policy import newest, newest_first
+from checkpoints.generations import newest_generation, read_rollbacks
+from checkpoints.layout import CHECKPOINTS, MANIFEST, SUMMARY, CheckpointName, Manifest, Rollback
+from checkpoints.policy import newest, newest_first, referred_files
+from checkpoints.rollbacks import is_left_behind
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -51,11 +53,34 @@ class Inventory:
     """All files of each folder, committed or not."""
     void: set[CheckpointName] = field(default_factory=set)
     """Names that were swept."""
+    left_behind: set[CheckpointName] = field(default_factory=set)
+    """Committed, but beyond what a later generation went back to."""
+
+    @property
+    def living(self) -> list[CheckpointName]:
+        """The committed checkpoints that count, newest first; damaged ones included."""
+        return newest_first(self.committed.keys() - self.left_behind)
 
     @property
     def unfinished(self) -> list[CheckpointName]:
-        """What was begun and never committed."""
-        return sorted(self.files.keys() - self.committed.keys() - self.void)
+        """What was begun and never committed; not what stays because others refer to it."""
+        needed = self.needed()
+        return sorted(
+            name
+            for name in self.files.keys() - self.committed.keys() - self.void
+            if not self.files[name]
+            or any(name.file(file) not in needed for file in self.files[name])
+        )
+
+    def needed(self, without: Collection[CheckpointName] = ()) -> set[str]:
+        """The names, under the URL, of all files that a manifest refers to."""
+        return referred_files(m for name, m in self.committed.items() if m and name not in without)
+
+    def unneeded(self, name: CheckpointName, without: Collection[CheckpointName] = ()) -> list[str]:
+        """The files in one folder that no manifest (but those left out) refers to."""
+        needed = self.needed(without)
+        files = self.files.get(name, [])
+        return [file for file in files if file != MANIFEST and name.file(file) not in needed]
 
 
 class Catalog:
@@ -66,15 +91,19 @@ class Catalog:
         self._manifests: dict[CheckpointName, Manifest] = {}
         self._void: set[CheckpointName] = set()
         self._told: set[CheckpointName] = set()
+        self._rollbacks: tuple[int, tuple[Rollback, ...]] = (0, ())
 
     def names(self) -> list[CheckpointName]:
-        """The committed checkpoints, newest first: listed anew each time, damaged ones included."""
+        """The committed checkpoints, newest first: listed anew each time, damaged ones included.
+
+        What a rollback left behind is no part of the run any more.
+        """
         found = self.inventory()
         for name in found.unfinished:
             if name not in self._told:
                 self._told.add(name)
                 logger.info("checkpoint %s: was never committed; it is left out", name)
-        return newest_first(found.committed)
+        return found.living
 
     def latest(self, exclude: Collection[CheckpointName] = ()) -> CheckpointName | None:
         """The newest committed checkpoint that is not excluded."""
@@ -106,7 +135,8 @@ class Catalog:
         Raises:
             NoCheckpointError: There is no such checkpoint.
         """
-        names = self.names()
+        listed = self.inventory()
+        names = listed.living
         found: CheckpointName | None = None
         if which == "latest":
             found = newest(names)
@@ -115,7 +145,7 @@ class Catalog:
         elif which.isdecimal():
             found = next((name for name in names if name.step == int(which)), None)
         else:
-            found = CheckpointName.find(which)
+            found, names = CheckpointName.find(which), newest_first(listed.committed)
         if found is None or found not in names:
             steps = ", ".join(str(name.step) for name in names[:5]) or "none"
             raise NoCheckpointError(
@@ -143,7 +173,16 @@ class Catalog:
                 found.void.add(name)
             else:
                 self._look(name, found)
+        rollbacks = self.rollbacks()
+        found.left_behind.update(n for n in found.committed if is_left_behind(n, rollbacks))
         return found
+
+    def rollbacks(self) -> tuple[Rollback, ...]:
+        """The rollbacks of the run; read again where a generation has come."""
+        newest_claim = newest_generation(self.store)
+        if newest_claim != self._rollbacks[0]:
+            self._rollbacks = (newest_claim, read_rollbacks(self.store))
+        return self._rollbacks[1]
 
     def _look(self, name: CheckpointName, found: Inventory) -> None:
         try:
@@ -178,7 +217,9 @@ class Catalog:
                 return found
             break
         try:
-            return _best_name(parse(self.store.get(SUMMARY), SUMMARY).get("best"))
+            return _best_name(
+                parse(self.store.get(SUMMARY, limit_bytes=LIMIT_BYTES), SUMMARY).get("best")
+            )
         except ObjectMissingError:
             return None
 

@@ -26,6 +26,7 @@ from checkpoints.layout import (
     AgentId,
     CheckpointName,
     Claim,
+    Rollback,
     Source,
     Started,
     audit_prefix,
@@ -132,6 +133,12 @@ def read_claim(store: Store, generation: int) -> Claim:
 def read_claims(store: Store) -> list[Claim]:
     """All claims that can be read, in order; the others are told in the log."""
     return list(_newest_claims(store, _claimed(store)))[::-1]
+
+
+def read_rollbacks(store: Store) -> tuple[Rollback, ...]:
+    """All rollbacks of the run: each claim carries on those of the ones before it."""
+    newest = next(_newest_claims(store, _claimed(store)), None)
+    return () if newest is None else newest.rollbacks
 
 
 def _newest_claims(store: Store, claimed: Iterable[int]) -> Iterator[Claim]:
@@ -311,6 +318,36 @@ def read_started(store: Store) -> list[Started]:
                 raise
             logger.warning("%s: left out: %s", store.display_url, error)
     return sorted(found, key=lambda record: record.generation)
+
+
+def descends_from(store: Store, generation: int, name: CheckpointName) -> bool | None:
+    """Whether a generation began from the state `name`, or from one that was trained on from it.
+
+    None: it has not said yet from what it began.
+
+    Raises:
+        RecordError: A started record cannot be read.
+    """
+    at = generation
+    while at > name.generation:
+        record = _started(store, at)
+        if record is None:
+            return None if at == generation else False
+        parent = record.parent_name
+        if parent is None:
+            return False
+        if parent.generation == name.generation:
+            return name.step <= parent.step
+        at = parent.generation if parent.generation < at else 0
+    return False
+
+
+def _started(store: Store, generation: int) -> Started | None:
+    name = started_name(generation)
+    try:
+        return Started.from_json(store.get(name, limit_bytes=_RECORD_LIMIT_BYTES), name)
+    except ObjectMissingError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

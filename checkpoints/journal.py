@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _FLUSH_S: Final = 10.0
 _PART_BYTES: Final = 1 << 20
 _READ_BYTES: Final = 4 << 20
+_LONGEST_LINE: Final = 64 << 20
 # json.dumps would build one for each line: 22 against 8 microseconds.
 _ENCODER: Final = json.JSONEncoder(allow_nan=False)
 _NAME: Final = re.compile(
@@ -292,6 +293,8 @@ def _lines(store: Store, name: str) -> Iterator[bytes]:
         start += len(piece)
         *lines, rest = (rest + piece).split(b"\n")
         yield from lines
+        if len(rest) > _LONGEST_LINE:
+            rest = b""  # no journal of ours: its end, if there is one, is told as torn
         if len(piece) < _READ_BYTES:
             if rest:
                 yield rest

@@ -39,6 +39,7 @@ from checkpoints.names import (
     utc_now,
 )
 from checkpoints.redaction import redact, redact_options, redact_url
+from checkpoints.rollbacks import Rollback
 
 __all__ = [
     "CHECKPOINTS",
@@ -54,6 +55,7 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "PartSum",
+    "Rollback",
     "RunRecord",
     "Source",
     "Started",
@@ -108,13 +110,28 @@ class Claim:
     """Without credentials."""
     cause: str = "start"
     faults: tuple[Mapping[str, JSON], ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
+    """All of the run so far, in order; the last may be this generation's own."""
     token: str = field(default_factory=new_token)
     created_at: str = field(default_factory=utc_now)
     format: int = 1
 
+    @property
+    def rollback(self) -> Rollback | None:
+        """The rollback that this generation itself is."""
+        own = [one for one in self.rollbacks if one.generation == self.generation]
+        return own[-1] if own else None
+
     def to_json(self) -> bytes:
         """The claim as it is written."""
-        return dump(plain(asdict(self)))
+        own = self.rollback
+        said = {
+            **{key: value for key, value in asdict(self).items() if key != "rollbacks"},
+            "rollbacks": [one.to_json() for one in self.rollbacks],
+            "rollback_to": None if own is None else str(own.to),
+            "skip": [] if own is None else own.to_json()["skip"],
+        }
+        return dump(plain(said))
 
     @classmethod
     def from_json(cls, data: bytes, name: str) -> Self:
@@ -136,6 +153,10 @@ class Claim:
             config=fields.mapping("config"),
             cause=fields.text("cause", limit=100_000, empty=True),
             faults=fields.mappings("faults"),
+            rollbacks=tuple(
+                Rollback.read(inner)
+                for inner in (fields.records("rollbacks") if "rollbacks" in fields.values else ())
+            ),
             token=fields.text("token", limit=200),
             created_at=fields.text("created_at", limit=60),
         )

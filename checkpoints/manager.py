@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Final
 
 from checkpoints import reader, writer
 from checkpoints.buffers import Buffers, Snapshot
-from checkpoints.catalog import Catalog, CheckpointInfo, Inventory, split_address, told
+from checkpoints.catalog import Catalog, CheckpointInfo, split_address, told
 from checkpoints.errors import CheckpointError, DamagedError, NoCheckpointError, OptionError
-from checkpoints.layout import MANIFEST, CheckpointName, Manifest, void_manifest
-from checkpoints.policy import newest_first, referred_files, retained
+from checkpoints.policy import newest_first, retained
+from checkpoints.retention import Retention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from checkpoints.canonical import JSON
+    from checkpoints.layout import CheckpointName, Manifest
     from checkpoints.store import Store
 
 __all__ = ["CheckpointInfo", "CheckpointManager", "Snapshot", "split_address"]
@@ -76,7 +77,8 @@ class CheckpointManager:
         self._commits = threading.Lock()
         self._damaged: set[CheckpointName] = set()
         self._verified: set[CheckpointName] = set()
-        self._swept: set[CheckpointName] = set()
+        self._base: Manifest | None = None
+        self._retention = Retention(self.catalog)
 
     # ------------------------------------------------------------------------------------- writing
     def stage(
@@ -120,10 +122,15 @@ class CheckpointManager:
         """
         with self._commits:
             manifest = writer.write(
-                self.store, snapshot, part_bytes=self._part_bytes, fence=self._fence
+                self.store,
+                snapshot,
+                part_bytes=self._part_bytes,
+                fence=self._fence,
+                base=self._base or self._parent_of(snapshot),
             )
             snapshot.release()
             self.catalog.add(manifest)
+            self._base = manifest
             try:
                 self._retain(manifest, protect)
             except (CheckpointError, OSError) as error:
@@ -133,6 +140,15 @@ class CheckpointManager:
                     error,
                 )
         return told(manifest)
+
+    def _parent_of(self, snapshot: Snapshot) -> Manifest | None:
+        """The checkpoint that the generation began from: it was verified when it was restored."""
+        if snapshot.parent is None or snapshot.parent in self._damaged:
+            return None
+        try:
+            return self.catalog.manifest(snapshot.parent)
+        except (NoCheckpointError, DamagedError):
+            return None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no commit is under way; False if that took longer than `timeout_s`."""
@@ -194,9 +210,12 @@ class CheckpointManager:
             tree = reader.restore(self.store, self.catalog.manifest(name), keys=keys)
         except DamagedError:
             self._damaged.add(name)
+            self._base = None  # a file of it may be what is damaged
             raise
         if keys is None:
             self._verified.add(name)
+            if self._base is None or self._base.name < name:
+                self._base = self.catalog.manifest(name)
         return tree
 
     def restore_newest(
@@ -217,67 +236,35 @@ class CheckpointManager:
         """Delete what need not stay, now that a checkpoint was committed; only what is older."""
         committed = manifest.name
         found = self.catalog.inventory()
+        found.committed[committed] = manifest
         good = {
             name
             for name, read in found.committed.items()
             if read and name not in self._damaged and name <= committed
-        } | {committed}
+        } - found.left_behind | {committed}
         stay = retained(good, keep=self._keep, keep_every=self._keep_every, protected=protect)
         going = sorted(name for name in good - stay if name < committed)
         # What is damaged does not count, and goes once enough good ones are newer.
         if len(good) >= self._keep:
             floor = min(committed, newest_first(good)[self._keep - 1])
-            ruins = found.committed.keys() - good - set(protect)
+            ruins = found.committed.keys() - good - found.left_behind - set(protect)
             going += sorted(name for name in ruins if name < floor)
+        # No reader looks at what a rollback left behind, now that its generation has committed.
+        going += sorted(name for name in found.left_behind if name < committed)
         if self._fence is not None and (going or found.unfinished):
             self._fence()  # only the newest generation's writer deletes
         if going and not self._verified & stay:
             # The last one that was read back goes only when the new one was read back, too.
             self._read_back(manifest)
-        remaining = [m for name, m in found.committed.items() if m and name not in going]
-        needed = referred_files([*remaining, manifest])
-        for name in going:
-            self._delete(name, found.files[name], needed)
-        self._sweep(found, committed, needed)
+        self._retention.delete(going, found)
+        self._retention.sweep([name for name in found.unfinished if name < committed], found)
+        self._retention.clear(found, going)
 
     def _read_back(self, manifest: Manifest) -> None:
         try:
             reader.verify(self.store, manifest)
         except DamagedError:
             self._damaged.add(manifest.name)
+            self._base = None
             raise
         self._verified.add(manifest.name)
-
-    def _delete(self, name: CheckpointName, files: Collection[str], needed: set[str]) -> None:
-        """The manifest first: from then on no reader takes it for a checkpoint."""
-        self.store.delete(name.manifest)
-        self.catalog.forget(name)
-        if any(name.file(file) in needed for file in files):
-            self._delete_files(name, files, needed)
-        else:
-            self.store.delete_tree(name.folder)
-        logger.debug("checkpoint %s: deleted", name)
-
-    def _sweep(self, found: Inventory, committed: CheckpointName, needed: set[str]) -> None:
-        """Take away what was begun and never committed; its name is taken first, for ever."""
-        for name in found.unfinished:
-            if name >= committed:
-                continue
-            if not self.store.put_new(name.manifest, void_manifest()):
-                continue  # its writer was only slow: now it is committed, and stays
-            self.catalog.add_void(name)
-            self._delete_files(name, found.files[name], needed)
-            self.store.delete_temps(name.folder)
-            self._swept.add(name)
-            logger.info("checkpoint %s: was never committed; its remains are swept", name)
-        for name in found.void:
-            # A sweep may have been cut short, or a file was needed by another one until now.
-            if name not in self._swept or len(found.files[name]) > 1:
-                self._delete_files(name, found.files[name], needed)
-                self.store.delete_temps(name.folder)
-                self._swept.add(name)
-
-    def _delete_files(self, name: CheckpointName, files: Collection[str], needed: set[str]) -> None:
-        for file in files:
-            if file != MANIFEST and name.file(file) not in needed:
-                self.store.delete(name.file(file))

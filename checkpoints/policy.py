@@ -4,10 +4,39 @@ Checkpoints are compared as (generation, step), as numbers: never as text, never
 I/O, so that each rule is tested by a table.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
+from typing import Final
 
 from checkpoints.layout import CheckpointName, Manifest
 from checkpoints.options import Interval
+
+FIRST_FAILURE_S: Final = 6 * 3600.0
+"""Before any failure was seen, one is expected in this time."""
+
+
+def failure_rate(failures: int, observed_s: float) -> float:
+    """Failures a second, from those seen in some time; never zero, since they come."""
+    return (max(failures, 0) + 1) / (max(observed_s, 0.0) + FIRST_FAILURE_S)
+
+
+def best_interval(cost_s: float, rate: float, *, budget: float, shortest_s: float = 0.0) -> float:
+    """Seconds between two saves that lose the least time, after Young and Daly, within a budget.
+
+    Args:
+        cost_s: What one save costs the training.
+        rate: Failures a second.
+        budget: The share of time that saving may cost.
+        shortest_s: How long one save takes until the next can begin.
+    """
+    cost_s = max(cost_s, 1e-6)
+    mean_s = 1 / rate
+    best = mean_s
+    if cost_s < 2 * mean_s:
+        part = cost_s / (2 * mean_s)
+        # Daly's second-order form of Young's sqrt(2 * cost * mean time between failures).
+        best = math.sqrt(2 * cost_s * mean_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
+    return max(best, cost_s / budget, shortest_s)
 
 
 def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:

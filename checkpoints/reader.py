@@ -8,16 +8,12 @@ file or JSON, or it is damaged. torch is needed to restore, not to verify.
 
 from __future__ import annotations
 
-import bisect
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-import xxhash
-
-from checkpoints.buffers import STATE, STATE_FORMAT
 from checkpoints.errors import DamagedError, NoCheckpointError, ObjectMissingError, RecordError
 from checkpoints.layout import MANIFEST_LIMIT_BYTES, Manifest, is_void
+from checkpoints.parts import Load, VerifyOnly, check_size, object_name, run_parts, where
 from checkpoints.serialization import (
     MAX_STATE_BYTES,
     Header,
@@ -27,19 +23,17 @@ from checkpoints.serialization import (
     join,
     new_tensor,
 )
+from checkpoints.staging import STATE, STATE_FORMAT
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection
 
     from torch import Tensor
 
     from checkpoints.canonical import JSON
-    from checkpoints.layout import CheckpointName, FileEntry, PartSum
+    from checkpoints.layout import CheckpointName, FileEntry
     from checkpoints.store import Store
 
-READ_BYTES: Final = 8 << 20
-"""The largest range that is read at once: its checksum is taken while it is still in the cache."""
-WORKERS: Final = 4
 _FIRST_BYTES: Final = 1 << 16
 _TENSORS: Final = ".safetensors"
 _INDEX: Final = ".safetensors.index.json"
@@ -105,21 +99,40 @@ def restore(
     return tree
 
 
-def verify_file(store: Store, manifest: Manifest, entry: FileEntry) -> None:
+def verify_file(
+    store: Store, manifest: Manifest, entry: FileEntry, tell: Callable[[int], None] | None = None
+) -> None:
     """Read every byte of one file, and its structure; needs no torch.
+
+    Args:
+        store: Where it is.
+        manifest: The checkpoint's.
+        entry: The file.
+        tell: Called with the size of each part of it that was verified, in any thread.
 
     Raises:
         DamagedError: It does not verify, or is not what its name says.
     """
+    check_structure(store, manifest, entry)
+    if entry.name.endswith(_TENSORS):
+        run_parts([VerifyOnly(store, manifest, entry)], tell)
+    elif tell is not None:
+        tell(entry.size_bytes)
+
+
+def check_structure(store: Store, manifest: Manifest, entry: FileEntry) -> None:
+    """Look whether a file is what its name says; of tensors only the header is read.
+
+    Raises:
+        DamagedError: It is not.
+    """
     if entry.name == STATE:
         read_state(store, manifest)
-        return
-    if entry.name.endswith(_INDEX):
+    elif entry.name.endswith(_INDEX):
         read_index(store, manifest, entry)
-        return
-    check_kind(manifest, entry)
-    read_header(store, manifest, entry)
-    run_parts([VerifyOnly(store, manifest, entry)])
+    else:
+        check_kind(manifest, entry)
+        read_header(store, manifest, entry)
 
 
 def verify(store: Store, manifest: Manifest) -> None:
@@ -132,22 +145,32 @@ def verify(store: Store, manifest: Manifest) -> None:
         check_size(store, manifest, entry)
     for entry in manifest.files:
         verify_file(store, manifest, entry)
+    check_fit(store, manifest)
 
 
-def check_size(store: Store, manifest: Manifest, entry: FileEntry) -> None:
-    """Look whether a file is there under its size, without reading it.
+def check_fit(store: Store, manifest: Manifest) -> None:
+    """Look whether state and tensors belong together, without reading the tensors.
 
     Raises:
-        DamagedError: It is not.
+        DamagedError: A tensor is missing, or has no place.
     """
-    try:
-        found = store.size(object_name(manifest, entry))
-    except ObjectMissingError:
-        raise DamagedError(f"{where(manifest, entry)}: is missing") from None
-    if found != entry.size_bytes:
-        raise DamagedError(
-            f"{where(manifest, entry)}: found {found} bytes, expected {entry.size_bytes}"
-        )
+    state = read_state(store, manifest)
+    names: dict[str, list[str]] = {}
+    for entry in manifest.files:
+        if entry.name.endswith(_TENSORS):
+            _, header = read_header(store, manifest, entry)
+            names[entry.name] = [spec.name for spec in header.tensors]
+    for key, skeleton in state.skeletons.items():
+        where = f"checkpoint {manifest.name}: {STATE}: {key}"
+        mine: dict[str, None] = {}
+        for file in state.files.get(key, ()):
+            for name in names[file]:
+                if name in mine:
+                    raise DamagedError(
+                        f"checkpoint {manifest.name}: {file}: a tensor is there twice"
+                    )
+                mine[name] = None
+        join(skeleton, mine, where=where)
 
 
 def check_kind(manifest: Manifest, entry: FileEntry) -> None:
@@ -160,16 +183,6 @@ def check_kind(manifest: Manifest, entry: FileEntry) -> None:
         raise DamagedError(
             f"{where(manifest, entry)}: found a file of another kind, expected safetensors or JSON"
         )
-
-
-def object_name(manifest: Manifest, entry: FileEntry) -> str:
-    """Where a file lies: in the folder of the checkpoint that first wrote it."""
-    return (entry.owner or manifest.name).file(entry.name)
-
-
-def where(manifest: Manifest, entry: FileEntry) -> str:
-    """A file in a message."""
-    return f"checkpoint {manifest.name}: {entry.name}"
 
 
 # --------------------------------------------------------------------------------------- state.json
@@ -192,6 +205,23 @@ def read_state(store: Store, manifest: Manifest) -> State:
         raise DamagedError(f"checkpoint {manifest.name}: {STATE}: is not in the manifest")
     name = where(manifest, entry)
     document = decode_state(_read_whole(store, manifest, entry), where=name)
+    state = check_state(document, name)
+    lists = state.files
+    for other in manifest.files:
+        check_kind(manifest, other)
+    listed = sorted(file for names in lists.values() for file in names)
+    present = sorted(e.name for e in manifest.files if e.name.endswith(_TENSORS))
+    if listed != present:
+        raise DamagedError(f"{name}: names the files {listed}, the manifest {present}")
+    return state
+
+
+def check_state(document: dict[str, JSON], name: str) -> State:
+    """What the document of a state.json says.
+
+    Raises:
+        DamagedError: It is of another version, or not what it should be.
+    """
     skeletons, files = document.get("state"), document.get("files")
     if document.get("format") != STATE_FORMAT:
         raise DamagedError(
@@ -201,12 +231,10 @@ def read_state(store: Store, manifest: Manifest) -> State:
     if not isinstance(skeletons, dict) or not isinstance(files, dict):
         raise DamagedError(f"{name}: found no table of state and files")
     lists = {key: _names(value, name) for key, value in files.items()}
-    for other in manifest.files:
-        check_kind(manifest, other)
-    listed = sorted(file for names in lists.values() for file in names)
-    present = sorted(e.name for e in manifest.files if e.name.endswith(_TENSORS))
-    if listed != present or lists.keys() - skeletons.keys():
-        raise DamagedError(f"{name}: names the files {listed}, the manifest {present}")
+    if lists.keys() - skeletons.keys():
+        raise DamagedError(
+            f"{name}: names the files of {sorted(lists.keys() - skeletons.keys())[:5]}, expected state"
+        )
     return State(skeletons=skeletons, files=lists)
 
 
@@ -218,9 +246,11 @@ def read_index(store: Store, manifest: Manifest, entry: FileEntry) -> None:
     """
     name = where(manifest, entry)
     index = decode_state(_read_whole(store, manifest, entry), where=name)
-    files = {other.name for other in manifest.files}
+    files = {f"../{other.owner or manifest.name}/{other.name}" for other in manifest.files}
+    own = f"../{entry.owner or manifest.name}/"
     weights = index.get("weight_map")
-    if not isinstance(weights, dict) or not all(file in files for file in weights.values()):
+    paths = weights.values() if isinstance(weights, dict) else [None]
+    if not all(isinstance(p, str) and (p if "/" in p else own + p) in files for p in paths):
         raise DamagedError(f"{name}: found no map of tensors to the files of the checkpoint")
 
 
@@ -273,65 +303,9 @@ def open_load(store: Store, manifest: Manifest, entry: FileEntry) -> TensorLoad:
     return TensorLoad(store, manifest, entry, targets, start=start, first=first, tensors=tensors)
 
 
-@dataclass(slots=True)
-class Load:
-    """One file on its way into memory: where each of its bytes belongs."""
-
-    store: Store
-    manifest: Manifest
-    entry: FileEntry
-    targets: list[memoryview]
-    """In the order of the file, without gaps."""
-    _starts: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._starts = []
-        offset = 0
-        for target in self.targets:
-            self._starts.append(offset)
-            offset += target.nbytes
-
-    def read_part(self, part: PartSum) -> None:
-        """Read one part to its place and verify it.
-
-        Raises:
-            DamagedError: Its bytes are others than were written.
-        """
-        digest = xxhash.xxh3_128()
-        end = part.offset + part.size
-        for start in range(part.offset, end, READ_BYTES):
-            self._read_range(start, min(READ_BYTES, end - start), digest)
-        if digest.hexdigest() != part.xxh3_128:
-            raise DamagedError(
-                f"{where(self.manifest, self.entry)}: bytes {part.offset} to {end} do not verify:"
-                f" found xxh3_128 {digest.hexdigest()}, expected {part.xxh3_128}"
-            )
-
-    def _read_range(self, start: int, length: int, digest: xxhash.xxh3_128) -> None:
-        name = object_name(self.manifest, self.entry)
-        number = bisect.bisect_right(self._starts, start) - 1
-        within = start - self._starts[number]
-        if self.targets[number].nbytes - within >= length:
-            target = self.targets[number][within : within + length]
-            self._fetch(name, start, target)
-            digest.update(target)
-            return
-        # Many small tensors: one request for all of them, then each to its place.
-        scratch = memoryview(bytearray(length))
-        self._fetch(name, start, scratch)
-        digest.update(scratch)
-        done = 0
-        while done < length:
-            target = self.targets[number][within : within + length - done]
-            target[:] = scratch[done : done + target.nbytes]
-            done += target.nbytes
-            number, within = number + 1, 0
-
-    def _fetch(self, name: str, start: int, target: memoryview) -> None:
-        try:
-            self.store.readinto(name, start, target)
-        except ObjectMissingError:
-            raise DamagedError(f"{where(self.manifest, self.entry)}: is missing") from None
+def header_size(data: memoryview, name: str) -> int:
+    """How long the header is of a tensors' file that is in memory."""
+    return header_bytes(bytes(data[:8]), data.nbytes, where=name)
 
 
 @dataclass(slots=True)
@@ -353,36 +327,3 @@ class TensorLoad(Load):
                 f"{where(self.manifest, self.entry)}: its header changed while it was read"
             )
         return self.tensors
-
-
-class VerifyOnly(Load):
-    """A file that is only checked: its bytes go nowhere."""
-
-    def __init__(self, store: Store, manifest: Manifest, entry: FileEntry) -> None:
-        check_size(store, manifest, entry)
-        super().__init__(store, manifest, entry, [])
-
-    def _read_range(self, start: int, length: int, digest: xxhash.xxh3_128) -> None:
-        scratch = memoryview(bytearray(length))
-        self._fetch(object_name(self.manifest, self.entry), start, scratch)
-        digest.update(scratch)
-
-
-def run_parts(loads: Iterable[Load]) -> None:
-    """Read and verify all parts of some files, several at a time.
-
-    Raises:
-        DamagedError: The first part, in the order of the files, that does not verify.
-    """
-    tasks = [(load, part) for load in loads for part in load.entry.parts]
-    if len(tasks) == 1:
-        tasks[0][0].read_part(tasks[0][1])
-        return
-    with ThreadPoolExecutor(WORKERS, thread_name_prefix="restore") as pool:
-        futures = [pool.submit(load.read_part, part) for load, part in tasks]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            for future in futures:  # after a failure the rest is not worth reading
-                future.cancel()

@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
-from checkpoints.canonical import JSON, LARGEST, parse
+from checkpoints.canonical import JSON, LARGEST, MOST_VALUES, count_values, parse
 from checkpoints.errors import DamagedError, UnsupportedStateError
 from checkpoints.tensorfile import (
     ALIGNMENT,
@@ -174,7 +174,7 @@ class _Splitter:
         return name
 
 
-def join(skeleton: JSON, tensors: Mapping[str, Tensor], *, where: str = "state") -> object:
+def join(skeleton: JSON, tensors: Mapping[str, Tensor | None], *, where: str = "state") -> object:
     """Put a tree together again: the inverse of `split`.
 
     Raises:
@@ -191,7 +191,7 @@ def join(skeleton: JSON, tensors: Mapping[str, Tensor], *, where: str = "state")
 class _Joiner:
     """One walk over a skeleton; notes the tensors that it uses."""
 
-    def __init__(self, where: str, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, where: str, tensors: Mapping[str, Tensor | None]) -> None:
         self.where = where
         self.tensors = tensors
         self.used: set[str] = set()
@@ -317,6 +317,11 @@ def encode_state(document: dict[str, JSON]) -> bytes:
     if len(data) > MAX_STATE_BYTES:
         raise UnsupportedStateError(
             f"state.json: found {len(data)} bytes, expected at most {MAX_STATE_BYTES};"
+            " keep large data in tensors"
+        )
+    if (count := count_values(data)) > MOST_VALUES:
+        raise UnsupportedStateError(
+            f"state.json: found up to {count} values, expected at most {MOST_VALUES};"
             " keep large data in tensors"
         )
     return data

@@ -3,12 +3,14 @@
 Promises: `put` replaces a whole object or nothing; `put_new` creates it for exactly one of many
 writers, also where the reply is lost; every error is one of `checkpoints.errors`, told in one line
 without credentials; transient ones are retried here and nowhere else (exponential, jittered, bounded by
-time). No listing is ever served from a cache. Any thread may call.
+time). No listing is ever served from a cache. Credentials that have expired are read anew, and what was
+asked is asked again. An upload needs the same small memory whatever its size. Any thread may call.
 """
 
 import builtins
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
@@ -22,6 +24,7 @@ from checkpoints.backends import (
     classify,
     error_code,
     hint,
+    is_denied,
     open_backend,
 )
 from checkpoints.errors import (
@@ -35,6 +38,7 @@ from checkpoints.errors import (
 )
 from checkpoints.layout import check_name, redact_url
 from checkpoints.redaction import redact, secret_values
+from checkpoints.uploads import transfer
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +64,17 @@ def open_store(
 
     Args:
         url: A folder, or anything fsspec knows, e.g. s3://bucket/run-42.
-        storage_options: Arguments of the fsspec file system.
+        storage_options: Arguments of the fsspec file system; kept, not copied, so that credentials
+            renewed in it are used once the old ones have expired.
         retry_s: How long a transient error is retried.
         sleep: Waits between two tries.
 
     Raises:
         PermanentStoreError: Nothing serves such a URL, or its package is not installed.
     """
-    options = dict(storage_options or {})
+    options = {} if storage_options is None else storage_options
     backend = open_backend(url, options)
-    secrets = secret_values(url, options)
-    return Store(url, backend, secrets=secrets, retry_s=retry_s, sleep=sleep)
+    return Store(url, backend, options=options, retry_s=retry_s, sleep=sleep)
 
 
 class Store:
@@ -81,23 +85,27 @@ class Store:
         url: str,
         backend: Backend,
         *,
-        secrets: frozenset[str] = frozenset(),
+        options: Mapping[str, object] | None = None,
         retry_s: float = 60.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.url = url.rstrip("/") or "/"
         """The URL as it was given: it may hold credentials."""
-        self.display_url = redact(redact_url(self.url), secrets)
+        self._options = {} if options is None else options
+        self._secrets = secret_values(url, self._options)
+        self.display_url = redact(redact_url(self.url), self._secrets)
         """The URL as it may be shown."""
         self.is_local = backend.is_local
         self._backend = backend
-        self._secrets = secrets
+        self._was_let_in = False
+        """Whether the server has accepted the credentials once."""
+        self._stop = tenacity.stop_before_delay(retry_s)
         self._retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(lambda error: classify(error) is Verdict.TRANSIENT),
+            retry=tenacity.retry_if_exception(self._may_pass),
             wait=tenacity.wait_random_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
-            stop=tenacity.stop_before_delay(retry_s),
+            stop=self._stop,
             sleep=sleep,
-            before_sleep=self._tell_retry,
+            before_sleep=self._before_another_try,
             reraise=True,
         )
 
@@ -121,7 +129,19 @@ class Store:
 
     def put(self, name: str, data: Buffers) -> None:
         """Replace an object atomically and durably."""
-        self._ask("write", check_name(name), self._backend.write, writes=True)(name, _views(data))
+        self._ask("write", check_name(name), self._send, writes=True)(name, _views(data))
+
+    def _send(self, name: str, views: builtins.list[memoryview]) -> None:
+        upload = self._backend.upload(name, views)
+        if upload is None:
+            self._backend.write(name, views)
+        else:
+            transfer(upload, self._retry_part)
+
+    def _retry_part(self, stop: threading.Event, call: Callable[[], object]) -> None:
+        """Each part has tries of its own: one that fails does not send the others again."""
+        limits = self._stop | tenacity.stop_when_event_set(stop)
+        self._retrying.copy(stop=limits)(self._with_fresh_credentials(call))
 
     def put_new(self, name: str, data: bytes) -> bool:
         """Create an object exclusively: True if it is ours, False if somebody else's.
@@ -187,7 +207,9 @@ class Store:
     def delete_temps(self, prefix: str) -> None:
         """Delete what killed writers left in a folder unseen; nobody may be writing there."""
         folder = prefix.rstrip("/")
-        self._ask("delete", check_name(folder), self._backend.delete_temps)(folder)
+        if folder:
+            check_name(folder)
+        self._ask("delete", folder, self._backend.delete_temps)(folder)
 
     # ------------------------------------------------------------------------------------- reading
     def get(self, name: str, *, limit_bytes: int | None = None) -> bytes:
@@ -273,7 +295,7 @@ class Store:
 
         def asked(*args: P.args, **kwargs: P.kwargs) -> T:
             try:
-                return self._retrying(call, *args, **kwargs)
+                return self._retrying(self._with_fresh_credentials(call), *args, **kwargs)
             except Exception as error:  # noqa: BLE001  # libraries raise anything; all of it is mapped
                 mapped = self._mapped(action, name, error, writes=writes)
                 # A chained error is shown with its text: never one that holds a secret.
@@ -281,6 +303,44 @@ class Store:
                 raise mapped from (error if redact(text, self._secrets) == text else None)
 
         return asked
+
+    def _with_fresh_credentials(self, call: Callable[P, T]) -> Callable[P, T]:
+        """The call, and once more with a new client where the old one was let in before and is not now."""
+
+        def tried(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                answer = call(*args, **kwargs)
+            except Exception as error:
+                if not is_denied(error):
+                    self._was_let_in |= classify(error) in {Verdict.MISSING, Verdict.EXISTS}
+                    raise
+                if not self._was_let_in:
+                    raise
+                self._renew()
+                answer = call(*args, **kwargs)
+            self._was_let_in = True
+            return answer
+
+        return tried
+
+    def _renew(self) -> None:
+        self._backend.renew()
+        self._secrets |= secret_values(self.url, self._options)
+
+    def _may_pass(self, error: BaseException) -> bool:
+        """Whether another try may help; credentials that never were good do not become so."""
+        verdict = classify(error)
+        return verdict is Verdict.TRANSIENT or (verdict is Verdict.EXPIRED and self._was_let_in)
+
+    def _before_another_try(self, state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if error is None:
+            return
+        if classify(error) is Verdict.EXPIRED:
+            self._renew()
+        else:
+            self._backend.reconnect()
+        self._tell_retry(state, error)
 
     def _mapped(
         self, action: str, name: str, error: Exception, *, writes: bool
@@ -294,17 +354,14 @@ class Store:
         known = f" ({code})" if code and code not in reason else ""
         told = redact(f"{reason}{known}", self._secrets)
         line = f"{place}: {action} failed: {type(error).__name__}: {told}"
-        if verdict is Verdict.TRANSIENT:
+        if self._may_pass(error):
             tries = self._retrying.statistics.get("attempt_number", 1)
-            return TransientStoreError(f"{line}; given up after {tries} tries")
+            return TransientStoreError(f"{line}; given up after {tries} tries{hint(error)}")
         if verdict is Verdict.FULL:
             return StoreFullError(f"{line}; the store is full: make room, or raise the quota")
         return PermanentStoreError(line + hint(error))
 
-    def _tell_retry(self, state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        if error is None:
-            return
+    def _tell_retry(self, state: tenacity.RetryCallState, error: BaseException) -> None:
         logger.log(
             logging.WARNING if state.attempt_number == 1 else logging.INFO,
             "%s: try %d failed (%s: %s), trying again in %.1f s",

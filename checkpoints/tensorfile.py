@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from checkpoints.canonical import JSON, LARGEST, parse
-from checkpoints.errors import DamagedError, UnsupportedStateError
+from checkpoints.errors import CheckpointError, DamagedError, UnsupportedStateError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,6 +104,16 @@ def encode_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, Header]:
             raise UnsupportedStateError(f"{name!r}: found {found}, expected what safetensors has")
         size_bytes = tensor.numel() * tensor.element_size()
         rows.append((name, _CODES[str(tensor.dtype)], tuple(tensor.shape), size_bytes))
+    return encode_rows(rows)
+
+
+def encode_rows(rows: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, Header]:
+    """The same from name, type as the file has it, shape and size of each tensor; needs no torch.
+
+    Raises:
+        UnsupportedStateError: The names take more room than a header has.
+    """
+    rows = list(rows)
     rows.sort(key=lambda row: -DTYPES[row[1]][1])
     table: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
@@ -144,10 +154,20 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def new_tensor(spec: TensorSpec) -> tuple[Tensor, memoryview]:
-    """An empty tensor in host memory, and its bytes, to be read into."""
+    """An empty tensor in host memory, and its bytes, to be read into.
+
+    Raises:
+        CheckpointError: There is not that much memory.
+    """
     import torch
 
-    tensor = torch.empty(spec.shape, dtype=getattr(torch, DTYPES[spec.dtype][0]))
+    try:
+        tensor = torch.empty(spec.shape, dtype=getattr(torch, DTYPES[spec.dtype][0]))
+    except (MemoryError, RuntimeError) as error:  # torch raises the latter
+        raise CheckpointError(
+            f"tensor {spec.name[:80]!r}: its {spec.size_bytes} bytes are more than this machine"
+            " gives; is it the right checkpoint?"
+        ) from error
     return tensor, byte_view(tensor)
 
 

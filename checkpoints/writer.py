@@ -14,22 +14,35 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from checkpoints import references
 from checkpoints.errors import CheckpointError, DamagedError, ObjectMissingError
 from checkpoints.layout import FileEntry, Manifest, PartSum, is_void
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from checkpoints.buffers import Snapshot
+    from checkpoints.snapshots import Snapshot, StagedFile
     from checkpoints.store import Store
 
 logger = logging.getLogger(__name__)
 
 
 def write(
-    store: Store, snapshot: Snapshot, *, part_bytes: int, fence: Callable[[], None] | None = None
+    store: Store,
+    snapshot: Snapshot,
+    *,
+    part_bytes: int,
+    fence: Callable[[], None] | None = None,
+    base: Manifest | None = None,
 ) -> Manifest:
     """Write all files of a snapshot and commit it. Any thread; no collectives.
+
+    Args:
+        store: Where it goes.
+        snapshot: What to write.
+        part_bytes: The length that one checksum covers.
+        fence: Called right before the commit.
+        base: A checkpoint whose files are referred to where they are the same (`references.settle`).
 
     Raises:
         SupersededError, PartedError: From the fence: a newer generation was claimed.
@@ -39,9 +52,7 @@ def write(
     if snapshot.is_released:
         raise CheckpointError(f"checkpoint {snapshot.name}: its snapshot was released already")
     try:
-        files = write_files(store, snapshot, part_bytes=part_bytes)
-        if fence is not None:
-            fence()
+        files = _settle_files(store, snapshot, part_bytes, fence, base)
     except CheckpointError:
         if not snapshot.is_doubtful:
             discard(store, snapshot)
@@ -63,11 +74,38 @@ def write(
     return manifest
 
 
-def write_files(store: Store, snapshot: Snapshot, *, part_bytes: int) -> tuple[FileEntry, ...]:
+def _settle_files(
+    store: Store,
+    snapshot: Snapshot,
+    part_bytes: int,
+    fence: Callable[[], None] | None,
+    base: Manifest | None,
+) -> tuple[FileEntry, ...]:
+    settled = references.settle(snapshot.files, base)
+    entries = write_files(store, snapshot, part_bytes=part_bytes, files=settled.write)
+    if fence is not None:
+        fence()
+    if all(_is_there(store, entry) for entry in settled.refer):
+        order = [file.name for file in snapshot.files]
+        return tuple(sorted((*entries, *settled.refer), key=lambda entry: order.index(entry.name)))
+    # Somebody has deleted the base in the meantime, by hand for instance.
+    return _settle_files(store, snapshot, part_bytes, fence, None)
+
+
+def _is_there(store: Store, entry: FileEntry) -> bool:
+    try:
+        return entry.owner is None or store.size(entry.owner.file(entry.name)) == entry.size_bytes
+    except ObjectMissingError:
+        return False
+
+
+def write_files(
+    store: Store, snapshot: Snapshot, *, part_bytes: int, files: Sequence[StagedFile] | None = None
+) -> tuple[FileEntry, ...]:
     """Write the files, without committing them; the sums are of the memory, not of what arrived."""
     entries = []
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
-        for file in snapshot.files:
+        for file in snapshot.files if files is None else files:
             sums = pool.submit(part_sums, file.data, part_bytes)
             name = snapshot.name.file(file.name)
             store.put(name, file.data)

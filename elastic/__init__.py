@@ -20,9 +20,13 @@ if TYPE_CHECKING:
     from elastic.own import start as start
     from elastic.sampler import ElasticSampler as ElasticSampler
     from elastic.seeding import Addressed as Addressed
+    from elastic.seeding import Seeded as Seeded
+    from elastic.seeding import seed_sample as seed_sample
     from elastic.state import TrainState as TrainState
     from jobs.job import Job as Job
     from jobs.job import Mean as Mean
+    from jobs.sampling import Mixture as Mixture
+    from jobs.sampling import Weighted as Weighted
 
 _ROOMS = {
     "Addressed": "elastic.seeding",
@@ -35,11 +39,15 @@ _ROOMS = {
     "Job": "jobs.job",
     "Mean": "jobs.job",
     "MeetingError": "elastic.errors",
+    "Mixture": "jobs.sampling",
     "OverruledError": "elastic.errors",
     "PreemptedError": "elastic.errors",
     "Run": "elastic.core",
+    "Seeded": "elastic.seeding",
     "StartError": "elastic.errors",
     "TrainState": "elastic.state",
+    "Weighted": "jobs.sampling",
+    "seed_sample": "elastic.seeding",
     "start": "elastic.own",
 }
 

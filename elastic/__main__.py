@@ -1,4 +1,4 @@
-"""`python -m elastic COMMAND`: status now; the other commands of the design are not yet served."""
+"""`python -m elastic COMMAND`: status and rollback; the other commands of the design are not yet served."""
 
 import argparse
 import sys
@@ -6,44 +6,63 @@ from collections.abc import Sequence
 from typing import Final
 
 from checkpoints.errors import CheckpointError
-from elastic.errors import ExitCode
+from elastic.errors import ElasticError, ExitCode
+from elastic.rollback import rollback
 from elastic.status import status
 
-_NOT_YET: Final = ("launch", "report", "drill", "doctor", "rollback")
+_NOT_YET: Final = ("launch", "report", "drill", "doctor")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns its exit code."""
     if argv and argv[0] in _NOT_YET:
         sys.stderr.write(
-            f"error: python -m elastic {argv[0]}: not yet served by this version; served: status\n"
+            f"error: python -m elastic {argv[0]}: not yet served by this version; served: status, "
+            "rollback\n"
         )
         return ExitCode.WRONG
+    found = _parser().parse_args(argv)
+    try:
+        options = dict(_pair(text) for text in found.option)
+        if found.command == "rollback":
+            return rollback(found.url, options, to=found.to, force=found.force)
+        code = status(found.url, options, as_json=found.json)
+    except (CheckpointError, ElasticError, ValueError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return ExitCode.WRONG
+    return code if found.exit_code else ExitCode.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m elastic")
     commands = parser.add_subparsers(dest="command", required=True)
     told = commands.add_parser("status", help="where the run at a URL stands")
-    told.add_argument("url", help="the run's URL")
     told.add_argument("--json", action="store_true", help="the whole summary as JSON")
     told.add_argument(
         "--exit-code",
         action="store_true",
         help="exit with the run's code: 0 complete or stopped, 1 running, 75 preempted, 76 failed, 2 no run",
     )
-    told.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an argument of the fsspec file system",
+    back = commands.add_parser("rollback", help="let a run go on from an older checkpoint")
+    back.add_argument(
+        "--to",
+        required=True,
+        metavar="NAME",
+        help="000007-000000001200, a step, best or latest",
     )
-    found = parser.parse_args(argv)
-    try:
-        options = dict(_pair(text) for text in found.option)
-        code = status(found.url, options, as_json=found.json)
-    except (CheckpointError, ValueError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return ExitCode.WRONG
-    return code if found.exit_code else ExitCode.DONE
+    back.add_argument(
+        "--force", action="store_true", help="although the run may be at work: it ends with 77"
+    )
+    for command in (told, back):
+        command.add_argument("url", metavar="URL", help="the run's URL")
+        command.add_argument(
+            "--option",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="an argument of the fsspec file system",
+        )
+    return parser
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -35,6 +35,7 @@ __all__ = [
     "end_agent",
     "has_agent",
     "is_alive",
+    "is_known_dead",
     "node_folder",
     "process_start",
 ]
@@ -97,6 +98,14 @@ def process_start(pid: int) -> int | None:
 def is_alive(pid: int, start: int) -> bool:
     """Tell whether the process of this pid is still the one that started then."""
     return process_start(pid) == start
+
+
+def is_known_dead(agent: AgentId) -> bool | None:
+    """Tell whether an agent is gone; None where it was on another host, whose processes are not seen."""
+    if agent.host != socket.gethostname():
+        return None
+    # After a reboot, no process of before lives.
+    return agent.boot_id != _boot_id() or not is_alive(agent.pid, agent.start)
 
 
 def _boot_id() -> str:

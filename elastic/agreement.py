@@ -10,13 +10,13 @@ from typing import Final
 
 __all__ = ["REQUEST_SLOTS", "Agreed", "Request"]
 
-REQUEST_SLOTS: Final = 7
+REQUEST_SLOTS: Final = 8
 """How many numbers a Request packs into."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One rank's flags for one step; the last five are the primary's alone."""
+    """One rank's flags for one step; the last six are the primary's alone."""
 
     leave: bool = False
     """SIGTERM came: the agent ends or restarts this worker."""
@@ -32,6 +32,8 @@ class Request:
     """A newer generation of another launch has claimed the run."""
     parted: bool = False
     """A newer generation of this launch has claimed the run without this world's agents."""
+    memory: bool = False
+    """A snapshot for the nodes' memory is due by the clock."""
 
     def pack(self) -> list[float]:
         """As numbers that can be summed over the ranks."""
@@ -43,6 +45,7 @@ class Request:
             float(self.stop),
             float(self.superseded),
             float(self.parted),
+            float(self.memory),
         ]
 
 
@@ -59,6 +62,7 @@ class Agreed:
     stop: bool = False
     superseded: bool = False
     parted: bool = False
+    memory: bool = False
 
     @property
     def leaving(self) -> bool:
@@ -68,7 +72,7 @@ class Agreed:
     @classmethod
     def read(cls, summed: Sequence[float]) -> "Agreed":
         """From the summed numbers of `Request.pack`."""
-        leave, notice, save, evaluate, stop, superseded, parted = (round(v) for v in summed)
+        leave, notice, save, evaluate, stop, superseded, parted, memory = (round(v) for v in summed)
         return cls(
             leave=leave,
             notice=notice,
@@ -77,4 +81,5 @@ class Agreed:
             stop=stop > 0,
             superseded=superseded > 0,
             parted=parted > 0,
+            memory=memory > 0,
         )

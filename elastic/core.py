@@ -11,23 +11,30 @@ from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
 from checkpoints.errors import PartedError, SupersededError
+from elastic import finding, resume
 from elastic.agreement import Agreed, Request
-from elastic.errors import ElasticError, PreemptedError
-from elastic.generation import Generation
+from elastic.errors import AttentionError, ElasticError, PreemptedError
 from elastic.metrics import Status
+from elastic.nonfinite import check_rollbacks, unfit
+from elastic.saves import Saves
 from elastic.saving import is_due, is_due_at_epoch_end
-from elastic.weights import model_tensors, weights_sha256
+from elastic.summary import now_s
+from elastic.weights import model_tensors, parameter_names, weights_sha256
 
 __all__ = ["Run"]
 
 logger = logging.getLogger(__name__)
 
 _FENCE_S: Final = 5.0
+_LEAVE_S: Final = 20.0
+"""How long a leaving generation waits for its last checkpoint; launchers kill after 30 seconds."""
+_DRAIN_S: Final = 60.0
+"""How long a rollback waits for the checkpoints that are on their way."""
 _PEER_S: Final = 3.0
 _POLL_S: Final = 0.05
 
 
-class Run(Generation):
+class Run(Saves):
     """One generation of a run, on one rank.
 
     In order: made, `identify`, `claim`, `restore`, then `epochs` around steps that are `count`ed and
@@ -81,16 +88,18 @@ class Run(Generation):
         """What this rank says in the next step's agreement."""
         self._session.slot.beat(self.progress.step + 1, "step")
         signals = self._session.signals
+        self.look_after_saves()
         if self._saver is None or self._watch is None:
             return Request(leave=signals.leave, notice=signals.notice)
         return Request(
             leave=signals.leave,
             notice=signals.notice,
             save=self._saver.wants,
+            memory=self._saver.wants_memory,
             evaluate=evaluate,
             stop=self._stop_asked is not None,
-            superseded=isinstance(self._watch.found, SupersededError),
-            parted=isinstance(self._watch.found, PartedError),
+            superseded=isinstance(self._saver.fenced or self._watch.found, SupersededError),
+            parted=isinstance(self._saver.fenced or self._watch.found, PartedError),
         )
 
     def count(
@@ -128,19 +137,68 @@ class Run(Generation):
         if agreed.save or is_due(self._setup.checkpoint.every, self.progress.step):
             self._save_deferred = True
         # At an epoch's last step the save waits for the epoch's end, which belongs to the state.
+        memory = self._setup.checkpoint.tier.memory
         if self._save_deferred and not self.at_epoch_end:
             self.save()
+        elif agreed.memory or is_due(memory, self.progress.step) or self._save_deferred:
+            self.remember()
+
+    def is_left_out(self, samples: int) -> bool:
+        """Whether the step of `samples` samples to come is one that a rollback leaves out."""
+        at = self.progress
+        return any(
+            epoch == at.epoch and at.position <= start < at.position + samples
+            for epoch, start in self._skips
+        )
+
+    def roll_back(self, why: str) -> None:
+        """Return to the newest fit checkpoint, as a new generation of the same processes. Collective.
+
+        The step to come is the one that was refused: it is left out when it comes again.
+
+        Raises:
+            AttentionError: There is none, or returning has not helped so far.
+            OverruledError: A newer launch owns the run.
+        """
+        at, began = self.progress, now_s()
+        self._session.slot.beat(at.step, "rollback")
+        self.drain(_DRAIN_S)
+        parameters = set(parameter_names(self._attached).values())
+        found = finding.find_state(
+            self.world, self.manager, None, unfit=lambda tree: unfit(tree, parameters)
+        )
+        if found.name is None:
+            raise AttentionError(f"{why}; there is no checkpoint to return to")
+        check_rollbacks(self._claimed.rollbacks, found.name, why)
+        back = resume.Return(
+            to=found.name,
+            skip=((at.epoch, at.position),),
+            cause=f"rollback to {found.name}: step {at.step + 1} is not finite",
+        )
+        if self.is_primary:
+            logger.warning("%s; the run returns to checkpoint %s", why, found.name)
+        spent = self.records.ledger.totals()
+        self.records.event("rollback", step=at.step, to=str(found.name), why=why, spent=spent)
+        self._end_records()
+        self._save_deferred = False
+        self._claim_next([], back)
+        self._return_to(found, began)
+        self.records.ledger.start()
 
     def save_soon(self) -> None:
         """Make a checkpoint at the next boundary (a best evaluation). Every rank alike."""
-        self._save_deferred = True
+        self._save_deferred = self._keep_next = True
 
     def end_epoch(self) -> None:
         """The epoch's end is done: move on, and save where it is due. Every rank."""
-        due = is_due_at_epoch_end(self._setup.checkpoint.every, self.progress.epoch)
+        options = self._setup.checkpoint
+        due = is_due_at_epoch_end(options.every, self.progress.epoch)
+        remember = is_due_at_epoch_end(options.tier.memory, self.progress.epoch)
         self.progress.end_epoch()
         if due or self._save_deferred:
             self.save()
+        elif remember:
+            self.remember()
 
     def leave(self) -> None:
         """Save, wait for it together, and end this generation. Collective.
@@ -150,7 +208,7 @@ class Run(Generation):
             ElasticError: Others were told to leave, or the state could not be saved.
         """
         self.left = True
-        saved = bool(self.world.broadcast(self.save()))
+        saved = self.make_durable(_LEAVE_S)
         signals = self._session.signals
         if self.is_primary:
             spent = self.records.ledger.totals()
@@ -181,10 +239,10 @@ class Run(Generation):
         if self._finished:
             return
         self._session.slot.beat(self.progress.step, "finish")
-        while not self.world.broadcast(self.save()):
+        while not self.make_durable(_FENCE_S):
             if self.world.flags_async(int(self._session.signals.pending)).wait():
                 raise ElasticError("told to leave before the last state could be saved")
-            time.sleep(_FENCE_S)
+            time.sleep(_POLL_S)
         if self.is_primary:
             self._write_end()
         self.world.barrier()

@@ -6,6 +6,7 @@
         │  └ ConfigError (ValueError)      2  a setting is unknown, of the wrong type or impossible
         ├ MeetingError                     1  the ranks of this generation did not find each other
         ├ CollectiveError (ConnectionError) 1  a peer left in the middle of a collective
+        ├ ReplicaError                     1  a rank holds another state than the others
         ├ AttentionError                  76  a person must look
         ├ PreemptedError                  75  told to leave; the state is saved
         └ OverruledError                  77  a newer generation owns this run
@@ -25,6 +26,7 @@ __all__ = [
     "MeetingError",
     "OverruledError",
     "PreemptedError",
+    "ReplicaError",
     "StartError",
 ]
 
@@ -69,6 +71,10 @@ class MeetingError(ElasticError):
 
 class CollectiveError(ElasticError, ConnectionError):
     """Raised when a collective fails because a peer is gone; never the cause of a fault itself."""
+
+
+class ReplicaError(ElasticError):
+    """Raised when a rank holds another state than the others; names it."""
 
 
 class AttentionError(ElasticError):

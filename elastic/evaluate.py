@@ -1,17 +1,19 @@
 """Evaluation: exact metrics over parts of any size, each sample counted once.
 
 Promises: every rank evaluates its own contiguous part, and what is added up are sums and counts, so
-that the result does not depend on the number of ranks; a signal is noticed within two batches and
-agreed by all ranks; the mode of every module and the random streams are left as they were found.
+that the result does not depend on the number of ranks; with `fixed` batches not even its bits do. A
+signal is noticed within two batches and agreed by all ranks; the mode of every module and the random
+streams are left as they were found.
 """
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 from elastic.errors import StartError
 from elastic.sampler import part
@@ -22,6 +24,56 @@ from jobs.job import Job, Mean, Metric
 __all__ = ["Evaluation"]
 
 _EVAL_KEY: Final = 0xE7A1
+_MOST_GROUPS: Final = 512
+
+Totals = dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Share:
+    """What one rank evaluates of a set."""
+
+    groups: list[list[range]]
+    """Batches; the sums of each group are added up by themselves."""
+    first: int
+    """The number of the first batch, by which the model's draws are seeded."""
+    rounds: int
+    """Batches of the rank that has the most."""
+
+    @property
+    def batches(self) -> list[range]:
+        return [batch for group in self.groups for batch in group]
+
+
+def _share(n: int, batch: int, rank: int, ranks: int, *, fixed: bool) -> _Share:
+    """Cut n items: into ranks' parts and those into batches, or `fixed` batches shared out to ranks.
+
+    Fixed batches are the same in every world, and so are the groups in which they are added.
+    """
+    if not fixed:
+        start, stop = part(0, n, rank, ranks)
+        # The largest part decides for all, since every round has one exchange of flags.
+        most = part(0, n, 0, ranks)
+        own = [range(at, min(at + batch, stop)) for at in range(start, stop, batch)]
+        return _Share(groups=[own], first=0, rounds=-(-(most[1] - most[0]) // batch))
+    batches = -(-n // batch)
+    groups = min(batches, _MOST_GROUPS)
+
+    def of(number: int) -> list[list[range]]:
+        numbers = [
+            part(0, batches, group, groups) for group in range(*part(0, groups, number, ranks))
+        ]
+        return [
+            [range(at * batch, min((at + 1) * batch, n)) for at in range(*group)]
+            for group in numbers
+        ]
+
+    mine = of(rank)
+    return _Share(
+        groups=mine,
+        first=mine[0][0].start // batch if mine else 0,
+        rounds=sum(len(group) for group in of(0)),
+    )
 
 
 class Evaluation:
@@ -35,29 +87,28 @@ class Evaluation:
         *,
         batch_size: int,
         context: contextlib.AbstractContextManager[Any],
+        fixed: bool = False,
     ) -> None:
         """Cut each set into this rank's part; `context` is the autocast of the run.
+
+        With `fixed` batches the metrics have the same bits in every world.
 
         Raises:
             StartError: A set has no length or no items.
         """
         self._job, self._world, self._context = job, world, context
-        self._loaders: dict[str, tuple[DataLoader[Any] | None, int]] = {}
+        self._fixed = fixed
+        self._loaders: dict[str, tuple[DataLoader[Any], _Share]] = {}
         for name, dataset in sets.items():
             n = _length(name, dataset)
-            start, stop = part(0, n, world.rank, world.world_size)
-            # The largest part decides for all, since every round has one exchange of flags.
-            most = part(0, n, 0, world.world_size)
-            rounds = -(-(most[1] - most[0]) // batch_size)
-            loader: DataLoader[Any] | None = None
-            if stop > start:
-                loader = DataLoader(
-                    Subset(dataset, range(start, stop)),
-                    batch_size=batch_size,
-                    collate_fn=job.collate,
-                    generator=torch.Generator(),
-                )
-            self._loaders[name] = (loader, rounds)
+            share = _share(n, batch_size, world.rank, world.world_size, fixed=fixed)
+            loader: DataLoader[Any] = DataLoader(
+                dataset,
+                batch_sampler=share.batches,  # type: ignore[arg-type]  # ranges are lists of indices
+                collate_fn=job.collate,
+                generator=torch.Generator(),
+            )
+            self._loaders[name] = (loader, share)
 
     def run(self, model: nn.Module, *, leaving: Callable[[], bool]) -> dict[str, float] | None:
         """Evaluate; None where the ranks agreed to leave in the middle. Collective.
@@ -75,12 +126,31 @@ class Evaluation:
             for module, mode in was_training.items():
                 module.training = mode
 
+    def names(self, model: nn.Module) -> list[str]:
+        """The names of the figures, from one batch of the primary's. Collective."""
+        was_training = {module: module.training for module in model.modules()}
+        model.eval()
+        found: list[str] = []
+        try:
+            for name, (loader, _) in self._loaders.items() if self._world.is_primary else ():
+                with kept_random_state(self._world.device), torch.no_grad(), self._context:
+                    moved = self._job.to_device(next(iter(loader)), self._world.device)
+                    totals: Totals = {}
+                    _add(totals, self._job.metrics(model, moved))
+                prefix = f"{name}/" if name else ""
+                found += [f"{prefix}{key}" for key in self._job.summarize(_metrics(totals))]
+        finally:
+            for module, mode in was_training.items():
+                module.training = mode
+        told = self._world.broadcast(found)
+        return [str(name) for name in told]
+
     def _evaluate_all(
         self, model: nn.Module, leaving: Callable[[], bool]
     ) -> dict[str, float] | None:
         results: dict[str, float] = {}
-        for name, (loader, rounds) in self._loaders.items():
-            totals = self._evaluate(model, loader, rounds, leaving)
+        for name, (loader, share) in self._loaders.items():
+            totals = self._evaluate(model, loader, share, leaving)
             if totals is None:
                 return None
             figures = self._job.summarize(self._add_up(totals))
@@ -91,42 +161,49 @@ class Evaluation:
     def _evaluate(
         self,
         model: nn.Module,
-        loader: DataLoader[Any] | None,
-        rounds: int,
+        loader: DataLoader[Any],
+        share: _Share,
         leaving: Callable[[], bool],
-    ) -> dict[str, list[float]] | None:
-        totals: dict[str, list[float]] = {}
-        batches = iter(loader) if loader is not None else iter(())
+    ) -> list[Totals] | None:
+        totals: list[Totals] = [{} for _ in share.groups]
+        groups = [group for group, batches in enumerate(share.groups) for _ in batches]
+        batches = iter(loader)
         pending: Pending | None = None
-        for number in range(rounds):
+        for number in range(share.rounds):
             if pending is not None and pending.wait():
                 return None
             pending = self._world.flags_async(int(leaving()))
-            seed_all(mix(_EVAL_KEY, self._world.rank, number), self._world.device)
+            address = (share.first + number,) if self._fixed else (self._world.rank, number)
+            seed_all(mix(_EVAL_KEY, *address), self._world.device)
             batch = next(batches, None)
             if batch is None:
                 continue
             with torch.no_grad(), self._context:
                 moved = self._job.to_device(batch, self._world.device)
-                _add(totals, self._job.metrics(model, moved))
+                _add(totals[groups[number]], self._job.metrics(model, moved))
         if pending is not None and pending.wait():
             return None
         return totals
 
-    def _add_up(self, own: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
-        """Add the ranks' sums in the order of the ranks, so that all hold the same bits."""
-        summed: dict[str, list[float]] = {}
-        for told in self._world.gather({name: list(values) for name, values in own.items()}):
-            for name, values in told.items():
+    def _add_up(self, own: Sequence[Totals]) -> dict[str, Metric]:
+        """Add the groups' sums in the order of the ranks, so that all hold the same bits."""
+        summed: Totals = {}
+        for group in (group for told in self._world.gather(list(own)) for group in told):
+            for name, values in group.items():
                 have = summed.setdefault(name, [0.0] * len(values))
                 summed[name] = [a + b for a, b in zip(have, values, strict=True)]
-        return {
-            name: Mean(torch.tensor(v[0], dtype=torch.float64), v[1]) if len(v) == 2 else v[0]
-            for name, v in summed.items()
-        }
+        return _metrics(summed)
 
 
-def _add(totals: dict[str, list[float]], metrics: Mapping[str, Metric]) -> None:
+def _metrics(totals: Totals) -> dict[str, Metric]:
+    """Sums as the job gave them: two halves are a Mean."""
+    return {
+        name: Mean(torch.tensor(v[0], dtype=torch.float64), v[1]) if len(v) == 2 else v[0]
+        for name, v in totals.items()
+    }
+
+
+def _add(totals: Totals, metrics: Mapping[str, Metric]) -> None:
     for name, metric in metrics.items():
         if isinstance(metric, Mean):
             values = [float(metric.sum), float(metric.count)]

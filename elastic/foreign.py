@@ -30,7 +30,7 @@ __all__ = ["match_names", "read_weights"]
 _WRAPPED: Final = ("module", "_orig_mod")
 _MOST_SEGMENTS: Final = 8
 """How many wrapper-like parts of one foreign name are tried to be left out."""
-_SELECTED: Final = re.compile(r"(?P<url>.+)@(?P<selector>best|latest|\d+)")
+_SELECTED: Final = re.compile(r"(?P<url>.+)@(?P<selector>best|latest|ema|\d+)(?P<ema>:ema)?")
 _PICKLED: Final = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 _INDEX: Final = ".index.json"
 _SAFE: Final = ".safetensors"
@@ -46,6 +46,7 @@ _RUN_BYTES: Final = 8 << 20
 _EXPECTED: Final = (
     "a .safetensors file, an index of such files, a torch.save file (.pt, .pth, .bin) of plain"
     " tensors, a folder with one of these, or a run's URL, as it is or with @best, @latest or @STEP"
+    " (with :ema behind it the average of the weights)"
 )
 
 
@@ -56,7 +57,8 @@ def read_weights(
 
     Args:
         url: A .safetensors file, a Hugging Face index or folder, a torch.save file, or a run
-            (its newest checkpoint, or `URL@best`, `URL@latest`, `URL@1200`).
+            (its newest checkpoint, or `URL@best`, `URL@latest`, `URL@1200`). Of a checkpoint the weights
+            themselves, unless their average is asked for: `URL@best:ema`, `URL@ema` (the newest).
         storage_options: For the filesystem.
 
     Raises:
@@ -65,7 +67,10 @@ def read_weights(
     """
     selected = _SELECTED.fullmatch(url)
     if selected is not None:
-        return _read_run(open_store(selected["url"], storage_options), selected["selector"])
+        selector = selected["selector"]
+        key = "ema" if selected["ema"] or selector == "ema" else "model"
+        selector = "latest" if selector == "ema" else selector
+        return _read_run(open_store(selected["url"], storage_options), selector, key)
     folder, slash, last = url.rstrip("/").rpartition("/")
     if last.endswith((_SAFE, _INDEX, *_PICKLED)):
         parent = f"{folder}/" if folder.endswith(":/") or not folder else folder
@@ -90,7 +95,7 @@ def _read_folder(
     return _read_run(store, "latest")
 
 
-def _read_run(store: Store, selector: str) -> dict[str, Tensor]:
+def _read_run(store: Store, selector: str, key: str = "model") -> dict[str, Tensor]:
     manager = CheckpointManager(store)
     try:
         checkpoint = manager.resolve(selector)
@@ -98,14 +103,20 @@ def _read_run(store: Store, selector: str) -> dict[str, Tensor]:
         raise StartError(
             f"{store.display_url}: found no weights there ({error}), expected {_EXPECTED}"
         ) from error
-    return _read_checkpoint(manager, checkpoint)
+    return _read_checkpoint(manager, checkpoint, key)
 
 
-def _read_checkpoint(manager: CheckpointManager, name: CheckpointName) -> dict[str, Tensor]:
-    model = manager.restore(name, keys=["model"])["model"]
-    if not isinstance(model, dict):
-        raise DamagedError(f"{name}: found {type(model).__name__} as its model, expected tensors")
-    return model
+def _read_checkpoint(
+    manager: CheckpointManager, name: CheckpointName, key: str = "model"
+) -> dict[str, Tensor]:
+    try:
+        found = manager.restore(name, keys=[key])[key]
+    except NoCheckpointError as error:
+        hint = "; train.ema makes an average, the weights themselves are there without :ema"
+        raise StartError(f"{error}{hint if key == 'ema' else ''}") from error
+    if not isinstance(found, dict):
+        raise DamagedError(f"{name}: found {type(found).__name__} as its {key}, expected tensors")
+    return found
 
 
 def _read_file(store: Store, name: str) -> dict[str, Tensor]:

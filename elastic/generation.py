@@ -1,25 +1,26 @@
-"""One generation of a run, on one rank: from the meeting to a restored state, and how it is saved.
+"""One generation of a run, on one rank: from the meeting to a restored state.
 
 Promises: the order claim, list, restore, `started.json`; nothing is claimed for a start that the checks
-refused; a generation commits a step at most once. What is trained in it is `elastic.core`'s business.
+refused. How it is saved is `elastic.saves`' business, what is trained in it `elastic.core`'s.
 """
 
 import copy
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from checkpoints.errors import PartedError, StoreError, SupersededError
+from checkpoints.errors import StoreError
 from checkpoints.generations import check_fence
-from checkpoints.layout import Claim
+from checkpoints.layout import CheckpointName, Claim
 from checkpoints.manager import CheckpointManager
-from elastic import resume, summary
-from elastic.errors import AttentionError, ElasticError, OverruledError
+from checkpoints.rollbacks import Position, positions
+from elastic import finding, resume, summary
+from elastic.errors import AttentionError, ElasticError, OverruledError, ReplicaError
 from elastic.fence import FenceWatch
+from elastic.keeping import Keeper
 from elastic.monitor import Fault
 from elastic.opening import (
     Session,
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Generation:
-    """The start of a generation and its saving; in order: made, `identify`, `claim`, `attach`, `restore`."""
+    """The start of a generation; in order: made, `identify`, `claim`, `attach`, `restore`."""
 
     def __init__(
         self, session: Session, setup: Setup, *, code: str, prepare: Callable[[], None]
@@ -70,11 +71,20 @@ class Generation:
             split_bytes=options.split_bytes,
             fence=self._fence,
         )
+        self.keeper = Keeper(
+            agent=session.agent,
+            folder=session.folder,
+            options=options,
+            store=self.store,
+            leads=session.place.local_rank == 0,
+        )
         self.epochs_planned: int | None = None
         self.max_steps: int | None = None
         self.epoch_samples: int | None = None
         """Samples that an epoch uses; the loader knows."""
         self.keep_best = 0
+        self.accepted: list[str] = []
+        """Differences to the run's identity that `run.accept` lets through, a line for each."""
         self._run_id = ""
         self._model: nn.Module | None = None
         self._claim: Claim | None = None
@@ -83,7 +93,9 @@ class Generation:
         self._watch: FenceWatch | None = None
         self._restored: Progress | None = None
         self._loss = float("nan")
-        self._save_deferred = False
+        self._restored_from = ""
+        self._parent: CheckpointName | None = None
+        self._skips: frozenset[Position] = frozenset()
         self._stop_asked: str | None = None
         self._finished = False
         self.left = False
@@ -119,8 +131,8 @@ class Generation:
         """
         self._session.slot.beat(0, "check")
         found = resume.agree_on_run(self.world, self.store, identity, self._setup.accept)
-        self._run_id, notes = found
-        self.tell(notes)
+        self._run_id, self.accepted = found
+        self.tell(self.accepted)
 
     def claim(self) -> None:
         """Claim the next generation. Collective.
@@ -128,6 +140,9 @@ class Generation:
         Raises:
             OverruledError: A newer launch owns the run.
         """
+        self._claim_next(self.former_faults)
+
+    def _claim_next(self, faults: list[Fault], back: resume.Return | None = None) -> None:
         self._claim = resume.claim_generation(
             self.world,
             self.store,
@@ -135,8 +150,10 @@ class Generation:
             hosts=[hello["host"] for hello in self._hellos],
             run_id=self._run_id,
             config=self._setup.config,
-            faults=self.former_faults,
+            faults=faults,
+            back=back,
         )
+        self._skips = positions(self._claim.rollbacks)
         self._session.slot.begin(self.world.rank, self.generation)
         self._records = Records(
             self.store,
@@ -145,7 +162,7 @@ class Generation:
             run_id=self._run_id,
             audit=self._setup.audit,
         )
-        self._records.faults(self.former_faults)
+        self._records.faults(faults)
 
     def attach(self, *, model: nn.Module, **objects: Any) -> None:
         """Take the objects that make up the state, as code and config just made them."""
@@ -161,33 +178,67 @@ class Generation:
             StartError: The checkpoint does not fit the model.
         """
         self._session.slot.beat(0, "restore")
-        found = resume.find_state(self.world, self.manager)
-        for damaged in found.damaged:
-            self.records.event("damaged", what=damaged)
-        if found.tree is None:
+        self.keeper.open(self._run_id)
+        wrong: list[tuple[str, CheckpointName]] = []
+        while True:
+            found = finding.find_state(self.world, self.manager, self.keeper, wrong)
             self._refuse_ruins(found)
-            source = self._begin(initialize)
-        else:
-            source = "store"
-            tree = dict(found.tree)
-            self.progress = Progress.from_tree(tree.pop("progress"))
-            at = self.progress
-            self._restored = copy.deepcopy(at)
-            self.tell(self.state.restore(tree, steps=at.step, epochs=at.epoch))
-        resume.compare_replicas(self.world, self.state.digest(replicated=True))
+            source = self._begin_from(found, initialize)
+            try:
+                finding.compare_replicas(
+                    self.world, self.state.digest(replicated=True), when="after the restore"
+                )
+            except ReplicaError as error:
+                if found.source != "memory" or found.name is None:
+                    raise
+                # Two nodes hold two states under one name: neither is believed.
+                self.tell([f"{error}; what is in memory is left out"])
+                wrong.append(("memory", found.name))
+            else:
+                break
         if self.is_primary:
-            self._begin_records(found, source)
-        self.world.barrier()
+            if found.tree is not None and resume.is_pending(self.store, self._claimed):
+                source = "rollback"
+            self._begin_records(found, source, min(float(hello["began"]) for hello in self._hellos))
+        if found.path is not None:
+            self.keeper.count_try(found.path, began=True)
         self._session.signals.arm()
         self.records.ledger.start()
 
-    def _refuse_ruins(self, found: resume.Found) -> None:
-        """A run that has checkpoints, of which none verifies, is not begun anew in silence."""
-        if found.damaged:
+    def _refuse_ruins(self, found: finding.Found) -> None:
+        """A run that has checkpoints, of which none verifies, is not begun anew in silence. Collective."""
+        if found.tree is not None:
+            return
+        ruins = self.world.broadcast([str(name) for name in found.ruins])
+        if ruins:
             raise AttentionError(
-                f"checkpoints: none of {len(found.damaged)} verifies ({found.damaged[0]}), expected one to go on from; "
-                f"look at them with python -m checkpoints verify {self.store.display_url}, or take a new checkpoint.url"
+                f"checkpoints: {', '.join(ruins)}: none of them verifies, expected one to go on from; look at them "
+                f"with python -m checkpoints verify {self.store.display_url}, or take a new checkpoint.url"
             )
+
+    def _return_to(self, found: finding.Found, began: float) -> None:
+        """Go on from an earlier state as a new generation of the same processes. Collective."""
+        self._begin_from(found, lambda: None)
+        digest = self.state.digest(replicated=True)
+        finding.compare_replicas(self.world, digest, when="after the rollback")
+        if self.is_primary:
+            self._begin_records(found, "rollback", began)
+        self.world.barrier()
+        self.records.ledger.start()
+
+    def _begin_from(self, found: finding.Found, initialize: Callable[[], None]) -> str:
+        """Put the found state into the attached objects, or first weights; returns the source."""
+        for damaged in found.damaged:
+            self.records.event("damaged", what=damaged)
+        if found.tree is None:
+            return self._begin(initialize)
+        tree = dict(found.tree)
+        self.progress = Progress.from_tree(tree.pop("progress"))
+        at = self.progress
+        self._restored, self._restored_from = copy.deepcopy(at), found.source
+        self._parent = found.name
+        self.tell(self.state.restore(tree, steps=at.step, epochs=at.epoch))
+        return found.source
 
     def _begin(self, initialize: Callable[[], None]) -> str:
         """Set first weights: the job's own or a file's; the primary's reach everybody."""
@@ -200,7 +251,7 @@ class Generation:
         self.state.broadcast_model(self.world)
         return "fresh" if init_from is None else "init"
 
-    def _begin_records(self, found: resume.Found, source: str) -> None:
+    def _begin_records(self, found: finding.Found, source: str, began: float) -> None:
         claimed = self._claimed
         at = self.progress
         resume.say_started(
@@ -211,80 +262,22 @@ class Generation:
             step=at.step,
             position=(at.epoch, at.position),
         )
+        self.keeper.begin(claimed, damaged=found.ruins)
         self._saver = Saver(
             self.manager,
             self._setup.checkpoint,
+            self.keeper,
             run_id=self._run_id,
             generation=self.generation,
             parent=found.name,
         )
+        if found.source == "memory" and found.path is not None:
+            self._saver.make_parent_durable(found.path)
         self._watch = FenceWatch(self.store, claimed)
-        began = min(float(hello["began"]) for hello in self._hellos)
         self.records.started(at, parent=found.name, source=source, began=began)
-
-    def save(self) -> bool:
-        """Make a checkpoint of the present state. Every rank; the answer is the primary's alone.
-
-        Raises:
-            OverruledError: The run belongs to a newer launch.
-            AttentionError: Nothing could be saved for too long.
-        """
-        self._save_deferred = False
-        saver = self._saver
-        if self.records.audits_in_parts:
-            sent = self.world.gather(self.records.flush_audit())
-            if not all(sent):
-                if saver is not None:
-                    told = f"the audit of rank {sent.index(False)} could not be written"
-                    saver.put_off(self.progress.step, StoreError(told))
-                return False
-        if saver is None:
-            return True
-        name = saver.name(self.progress.step)
-        if saver.last == name:
-            return True
-        self._session.slot.beat(self.progress.step, "save")
-        if saver.last is None and self.progress == self._restored:
-            return True  # nothing has happened since the checkpoint that this generation began from
-        self.progress.name_checkpoint(str(name))
-        tree = {**self.state.capture(), "progress": self.progress.to_tree()}
-        protect = self.progress.protected(self.keep_best)
-        began = time.monotonic()
-        try:
-            with self.records.spend("checkpoint"):
-                saved = saver.save(
-                    tree, step=self.progress.step, info=self._info(), protect=protect
-                )
-        except (SupersededError, PartedError) as error:
-            raise self._overruled(superseded=isinstance(error, SupersededError)) from error
-        took = round(time.monotonic() - began, 4)
-        spent = self.records.ledger.totals()
-        if not saved:
-            self.progress.name_checkpoint(None)
-            self.records.event("save failed", step=self.progress.step, error=saver.last_error)
-        else:
-            self.records.event(
-                "checkpoint",
-                step=self.progress.step,
-                checkpoint=str(name),
-                seconds=took,
-                spent=spent,
-            )
-        self.records.flush()
-        return saved
-
-    def _info(self) -> dict[str, Any]:
-        at = self.progress
-        return {
-            "step": at.step,
-            "epoch": at.epoch,
-            "position": at.position,
-            "samples": at.samples,
-            "metrics": {k: v for k, v in at.metrics.items() if abs(v) < float("inf")},
-            "best": next(iter(at.protected(1)), None),
-            "stopped": at.stopped,
-            "world_size": self.world.world_size,
-        }
+        failures, observed_s = self.records.history()
+        self._saver.pace.seen(failures, observed_s)
+        self._saver.memory_pace.seen(failures, observed_s)
 
     def already_over(self) -> dict[str, Any] | None:
         """The summary of a run that is complete or was stopped on purpose, else None. Collective."""
@@ -305,17 +298,29 @@ class Generation:
             for note in notes:
                 logger.info("%s", note)
 
+    def warn(self, note: str) -> None:
+        """Say something loudly, once, on the primary."""
+        if self.is_primary:
+            logger.warning("%s", note)
+
     def write_fault(self, fault: Fault, *, failed: bool) -> None:
         """Write a fault of this generation down, once it is claimed. Any rank."""
         if self._records is not None:
             self._records.own_fault(fault, failed=failed)
 
-    def close(self) -> None:
-        """Give everything back, in order."""
+    def _end_records(self) -> None:
+        """This generation writes nothing more."""
         if self._watch is not None:
             self._watch.stop()
+        if self._saver is not None:
+            self._saver.release()
         if self._records is not None:
             self._records.close()
+
+    def close(self) -> None:
+        """Give everything back, in order."""
+        self._end_records()
+        self.keeper.close(finished=self._finished)
         self.manager.close()
         self.world.close()
         self._meeting.close()

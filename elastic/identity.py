@@ -81,7 +81,7 @@ def _feed(update: Any, value: Any) -> None:
 
 
 def compare_ranks(told: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all ranks see the same dataset and model; `told` is by rank.
+    """Check that all ranks see the same dataset, model and sampling; `told` is by rank.
 
     Raises:
         StartError: Two ranks differ; names the ranks and what differs.
@@ -97,6 +97,12 @@ def compare_ranks(told: Sequence[Mapping[str, Any]]) -> None:
         if other["model"] != first["model"]:
             what = _model_difference(first["model"], other["model"])
             raise StartError(f"model: ranks 0 and {rank} built different models, {what}")
+        if other.get("sampling") != first.get("sampling"):
+            what = f"{first.get('sampling')} and {other.get('sampling')}"
+            raise StartError(
+                f"sampling: ranks 0 and {rank} want different draws, {what}; make the job's sampling() "
+                "the same on every rank"
+            )
 
 
 def compare_identity(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from elastic.errors import StartError
@@ -64,12 +64,16 @@ def count_samples(dataset: Dataset[Any]) -> int:
     """The length of a dataset that can be asked for any sample.
 
     Raises:
-        StartError: it is iterable-style, does not tell its length, or is empty.
+        StartError: it only iterates, does not tell its length, or is empty.
     """
     name = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    # torch's own __getitem__ is there to say that it is missing. What some iterable-style datasets have beside it will do.
+    if getattr(type(dataset), "__getitem__", Dataset.__getitem__) is Dataset.__getitem__:
         expected = "a map-style dataset, with __len__ and __getitem__(index)"
-        raise StartError(f"dataset: found {name}, which only iterates, expected {expected}")
+        way_out = "index what it reads, as docs/data.md shows under Streams"
+        raise StartError(
+            f"dataset: found {name}, which only iterates, expected {expected}; {way_out}"
+        )
     try:
         n = len(dataset)  # type: ignore[arg-type] # (torch's Dataset declares no __len__)
     except (TypeError, NotImplementedError) as error:
@@ -82,24 +86,29 @@ def count_samples(dataset: Dataset[Any]) -> int:
 class Loader:
     """The samples of one rank, step by step, from any position of any epoch."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (all but three have defaults)
         self,
         dataset: Dataset[Any],
         plan: Plan,
         *,
         rank: int,
+        shards: range | None = None,
+        pads: bool = True,
         options: LoaderOptions | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         seed: int | None = None,
         keep_random_state: bool = True,
         passed: Mapping[str, Any] | None = None,
     ) -> None:
-        """Read `dataset` by `plan` as shard `rank`.
+        """Read `dataset` by `plan` as a rank.
 
         Args:
             dataset: map-style.
             plan: its n is the dataset's length.
-            rank: the shard that is read.
+            rank: who reads.
+            shards: the shards that it owns; the one of its number where None.
+            pads: whether a step in which the rank has no samples holds one that weighs nothing, for a reduction that waits for every
+                rank's backward.
             options: workers and the like.
             collate: makes a batch of a list of samples; torch's default_collate where None.
             seed: of the dataset's draws; the plan's where None.
@@ -115,6 +124,8 @@ class Loader:
             raise StartError(f"dataset: found {found} samples, expected the plan's {plan.n}")
         self.plan = plan
         self.rank = rank
+        self._shards = range(rank, rank + 1) if shards is None else shards
+        self._pads = pads
         more = dict(passed or {})
         clash = sorted(_OURS & more.keys())
         if clash:
@@ -124,7 +135,9 @@ class Loader:
         collate = more.pop("collate_fn", None) or collate
         self._collate = collate or default_collate
         seed = plan.seed if seed is None else seed
-        self._dataset = Addressed(dataset, seed, seeds_collate=collate is not None)
+        self._dataset = Addressed(
+            dataset, seed, seeds_collate=collate is not None, n=plan.n if plan.repeats else None
+        )
         self._arguments = _loader_arguments(options or LoaderOptions(), more)
         self._batches = _Batches()
         self._workers: DataLoader[Any] | None = None
@@ -151,7 +164,8 @@ class Loader:
         self._workers = None
 
     def _lay_out(self, epoch: int, position: int, *, whole: bool = False) -> "_Layout":
-        return _Layout(self.plan, self.rank, epoch, self.plan.step_at(position), whole)
+        first = self.plan.step_at(position)
+        return _Layout(self.plan, self._shards, epoch, first, whole, self._pads)
 
     def _steps(self, layout: "_Layout") -> Iterator[StepBatch]:
         plan = self.plan
@@ -165,13 +179,13 @@ class Loader:
                 )
             micro_batches = [
                 MicroBatch(
-                    shard=self.rank,
+                    shard=shard,
                     number=number,
-                    indices=indices,
-                    data=read(indices or padding),
-                    samples=len(indices),
+                    indices=plan.samples_at(addresses),
+                    data=read(addresses or padding),
+                    samples=len(addresses),
                 )
-                for number, (indices, padding) in enumerate(layout.step(step))
+                for shard, number, addresses, padding in layout.step(step)
             ]
             yield StepBatch(step_in_epoch=step, size=plan.size(step), micro_batches=micro_batches)
 
@@ -184,9 +198,9 @@ class Loader:
         dataset, collate, keep = self._dataset, self._collate, self._keep
         pins, epoch = self._arguments["pin_memory"], layout.epoch
 
-        def read(indices: list[int]) -> Any:
+        def read(addresses: list[int]) -> Any:
             with keep():
-                data = collate(dataset.__getitems__(Addresses(epoch, indices)))
+                data = collate(dataset.__getitems__(Addresses(epoch, addresses)))
             return pin_memory(data) if pins else data
 
         return read
@@ -211,21 +225,28 @@ class _Layout:
     """What is to be read of one epoch."""
 
     plan: Plan
-    rank: int
+    shards: range
     epoch: int
     first: int
     whole: bool
+    pads: bool
 
-    def step(self, step: int) -> list[tuple[list[int], list[int]]]:
-        """The indices of each micro-batch of a step, and what to read where there are none."""
+    def step(self, step: int) -> list[tuple[int, int, list[int], list[int]]]:
+        """Shard, number and addresses of each micro-batch of a step, and what to read where there are none."""
         plan, epoch = self.plan, self.epoch
-        if self.whole:
-            indices = plan.indices(epoch, step, self.rank)
-            parts = [indices] if indices else []
-        else:
-            parts = plan.micro_batches(epoch, step, self.rank)
+        found = []
+        for shard in self.shards:
+            if self.whole:
+                addresses = plan.addresses(epoch, step, shard)
+                parts = [addresses] if addresses else []
+            else:
+                parts = plan.micro_batches(epoch, step, shard)
+            found += [(shard, number, part, part) for number, part in enumerate(parts)]
+        if found or not self.pads:
+            return found
         # Every rank does at least one forward and backward, or the others would wait for it in the reduction.
-        return [(part, part) for part in parts] or [([], [plan.first(epoch, step)])]
+        shard = self.shards.start if self.shards else plan.shards
+        return [(shard, 0, [], [plan.first(epoch, step)])]
 
 
 class _Batches:
@@ -237,8 +258,8 @@ class _Batches:
         layout = self.layout
         if layout is not None:
             for step in range(layout.first, layout.plan.steps):
-                for indices, padding in layout.step(step):
-                    yield Addresses(layout.epoch, indices or padding)
+                for _, _, addresses, padding in layout.step(step):
+                    yield Addresses(layout.epoch, addresses or padding)
 
 
 class _WorkerStart:

@@ -7,27 +7,41 @@ that best and patience survive any fault; an epoch's end is done once.
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
+from elastic.agreement import REQUEST_SLOTS
+from elastic.arithmetic import (
+    check_machine,
+    describe_machine,
+    end_promise,
+    fix_arithmetic,
+    identity,
+    pin_optimizer,
+)
+from elastic.average import Average
+from elastic.bitwise import TreeReducer
 from elastic.core import Run
+from elastic.draws import draws_of
 from elastic.errors import StartError
 from elastic.evaluate import Evaluation
 from elastic.identity import compare_ranks, fingerprint_dataset
 from elastic.loader import Loader, StepBatch, count_samples
+from elastic.nonfinite import check_skips
 from elastic.options import Settings
-from elastic.reduce import Reducer
+from elastic.phases import Phase, Schedules, by_phase, make_optimizers, make_scaler, phases_of
+from elastic.reduce import PlainReducer, Reducer
 from elastic.sampler import Plan
 from elastic.saving import Clocked, is_due, is_due_at_epoch_end
 from elastic.seeding import kept_random_state, seed_all
+from elastic.shards import ShardBuffers
 from elastic.step import Stepper, autocast
+from elastic.tree import owned
 from elastic.weights import model_fingerprint
-from jobs.job import Job
+from jobs.job import Job, Optimizers
 
 __all__ = ["Training"]
 
@@ -45,7 +59,12 @@ class Training:
         """
         self.job, self.settings, self.run = job, settings, run
         train = settings.train
-        torch.set_num_threads(train.threads or _threads(run.world.local_world_size))
+        self._bitwise = train.reproducible == "bitwise"
+        if self._bitwise:
+            self._threads = fix_arithmetic(train.threads)
+        else:
+            self._threads = train.threads or _threads(run.world.local_world_size)
+            torch.set_num_threads(self._threads)
         dataset = job.dataset()
         self.plan = self._plan(dataset)
         run.epoch_samples = self.plan.samples
@@ -53,37 +72,52 @@ class Training:
         run.keep_best = settings.eval.keep_best
         seed_all(train.seed, run.device)
         model = job.model().to(run.device)
-        self._identify(dataset, model)
+        optimizer = make_optimizers(job, model)
+        phases = phases_of(job, optimizer)
+        self._evaluation = self._prepare_evaluation()
+        self._check_monitor(model)
+        self._identify(dataset, model, optimizer)
         run.claim()
-        optimizer = self._optimizer(model)
-        self._schedule = self._scheduler(optimizer)
-        scaler = torch.amp.GradScaler(run.device.type) if train.precision == "fp16" else None
+        self._schedules = Schedules(job.scheduler(optimizer, self._total_steps()))
+        scaler = make_scaler(optimizer, train.precision, run.device)
+        self._average = None if train.ema is None else Average(model, train.ema)
         run.attach(
             model=model,
             optimizer=optimizer,
-            scheduler=self._schedule,
+            scheduler=self._schedules.given,
             scaler=scaler,
             job=job,
+            ema=self._average,
         )
         run.restore(lambda: job.initialize(model))
+        if train.on_nonfinite == "rollback" and run.step == 0:
+            run.save()  # so that there is always something to return to
         self.model = model
-        compiled = cast("nn.Module", torch.compile(model)) if train.compile else None
-        reducer = Reducer(
-            model, run.world, compiled=compiled, find_unused=train.find_unused_parameters
-        )
+        if self._bitwise:
+            self._check_machines()
+        self._buffers: ShardBuffers | None = None
+        if train.logical_shards is not None:
+            self._buffers = ShardBuffers(model, run.world, train.logical_shards)
         self._stepper = Stepper(
-            job, reducer, optimizer, scaler=scaler, options=train, world=run.world
+            job,
+            self._reducer(phases),
+            phases,
+            scaler=scaler,
+            options=train,
+            world=run.world,
+            buffers=self._buffers,
         )
         self._loader = Loader(
             dataset,
             self.plan,
             rank=run.world.rank,
+            shards=owned(run.world.rank, run.world.world_size, self.plan.shards),
+            pads=not self._bitwise,
             options=settings.loader,
             collate=job.collate,
             # Each forward is seeded anew, so that what the loader draws changes nothing.
             keep_random_state=False,
         )
-        self._evaluation = self._prepare_evaluation()
         self._eval_clock = Clocked(interval=settings.eval.every)
         self._eval_clock.restart()
         self._evaluated_at = -1
@@ -93,34 +127,44 @@ class Training:
     def train(self) -> None:
         """Train to the end, as this generation can. Collective."""
         run = self.run
-        for epoch in run.epochs(self.settings.train.epochs):
+        for _ in run.epochs(self.settings.train.epochs):
             self._catch_up()
-            self._train_epoch(epoch)
+            while (refused := self._train_epoch(run.epoch)) is not None:
+                self._roll_back(refused)
             if run.at_epoch_end:
-                self._end_epoch(epoch)
+                self._end_epoch(run.epoch)
             elif run.over and run.progress.stopped is None and self._evaluated_at != run.step:
                 self._evaluate()  # train.max_steps ends inside an epoch: its figures all the same
         if run.is_primary:
             with kept_random_state(run.device):
                 self.job.on_end(run)
 
-    def _train_epoch(self, epoch: int) -> None:
-        run = self.run
+    def _train_epoch(self, epoch: int) -> str | None:
+        """Take the epoch's steps; returns what was not finite where the run is to go back."""
+        run, train = self.run, self.settings.train
         batches = self._loader.epoch(epoch, run.progress.position)
         with contextlib.closing(cast("Generator[StepBatch]", batches)):
             for batch in batches:
                 if run.over:
-                    return
+                    return None
                 run.records.audit(run.progress, [i for m in batch.micro_batches for i in m.indices])
-                request = run.request(evaluate=self._eval_clock.due)
-                result = self._stepper.run(run.step + 1, batch, request)
-                self._advance_schedule("step")
+                if run.is_left_out(batch.size):
+                    result = self._stepper.leave_out()
+                else:
+                    request = run.request(evaluate=self._eval_clock.due)
+                    result = self._stepper.run(run.step + 1, batch, request)
+                if result.refused is not None and train.on_nonfinite == "rollback":
+                    return result.refused
+                if self._average is not None and not result.skipped:
+                    self._average.update()
+                self._schedules.advance("step")
                 run.count(
                     batch.size,
                     loss=result.loss,
                     skipped=result.skipped,
-                    values={"lr": result.lr, "grad_norm": result.grad_norm},
+                    values={"lr": result.lr, "grad_norm": result.grad_norm, **result.named},
                 )
+                check_skips(run.progress.skipped_in_row, train.precision, result.refused)
                 if self._hooks_steps:
                     self._hook(self.job.on_step)
                 due = is_due(self.settings.eval.every, run.step) or result.agreed.evaluate
@@ -130,12 +174,20 @@ class Training:
                 elif due:
                     run.progress.evaluation_due = True
                 run.settle(result.agreed)
+        return None
+
+    def _roll_back(self, refused: str) -> None:
+        """Go on from an older checkpoint without the step that was refused. Collective."""
+        self.run.roll_back(refused)
+        self._eval_clock.restart()
+        self._evaluated_at = -1
+        self._catch_up()
 
     def _end_epoch(self, epoch: int) -> None:
         due = is_due_at_epoch_end(self.settings.eval.every, epoch)
         if due or self.run.progress.evaluation_due:
             self._evaluate()
-        self._advance_schedule("epoch")
+        self._schedules.advance("epoch")
         self._hook(self.job.on_epoch)
 
     def _catch_up(self) -> None:
@@ -156,8 +208,10 @@ class Training:
         if self._evaluation is None:
             run.progress.evaluation_due = False
             return
-        with run.records.spend("eval"):
-            run.world.broadcast_tensors(list(self.model.buffers()))
+        shown = contextlib.nullcontext() if self._average is None else self._average.shown()
+        with run.records.spend("eval"), shown:
+            if self._buffers is None:
+                run.world.broadcast_tensors(list(self.model.buffers()))
             metrics = self._evaluation.run(self.model, leaving=run.told_to_leave)
         self._eval_clock.restart()
         self._evaluated_at = run.step
@@ -183,77 +237,130 @@ class Training:
             with kept_random_state(run.device):
                 self.job.on_eval(run, metrics)
 
+    def _check_monitor(self, model: nn.Module) -> None:
+        """Look before the first step whether the evaluation will have what `eval.monitor` names. Collective."""
+        monitor = self.settings.eval.monitor
+        if monitor is None or self._evaluation is None:
+            return
+        names = self._evaluation.names(model)
+        if monitor not in names:
+            raise StartError(f"eval.monitor: found {monitor}, expected one of {', '.join(names)}")
+
     def _prepare_evaluation(self) -> Evaluation | None:
         sets = self.job.eval_dataset()
         if sets is None or self.settings.eval.every.is_off:
             return None
         named = dict(sets) if isinstance(sets, Mapping) else {"": sets}
-        batch = self.settings.eval.batch_size or max(
-            1, -(-self.settings.train.global_batch_size // self.run.world.world_size)
-        )
-        context = autocast(self.settings.train.precision, self.run.device)
-        return Evaluation(self.job, named, self.run.world, batch_size=batch, context=context)
+        train, world = self.settings.train, self.run.world
+        batch = self.settings.eval.batch_size or -(-train.global_batch_size // self.plan.shards)
+        context = autocast(train.precision, self.run.device)
+        fixed = train.logical_shards is not None
+        return Evaluation(self.job, named, world, batch_size=batch, context=context, fixed=fixed)
 
     # ---------------------------------------------------------------------------- the parts
     def _plan(self, dataset: Any) -> Plan:
         train = self.settings.train
+        n = count_samples(dataset)
         return Plan(
-            n=count_samples(dataset),
+            n=n,
             global_batch_size=train.global_batch_size,
             seed=train.seed,
-            shards=self.run.world.world_size,
+            shards=train.logical_shards or self.run.world.world_size,
             micro_batch_size=train.micro_batch_size,
             drop_last=train.drop_last,
             order=train.order,
+            draws=draws_of(n, self.job.sampling(dataset), dataset),
         )
 
-    def _identify(self, dataset: Any, model: nn.Module) -> None:
+    def _reducer(self, phases: list[Phase]) -> Reducer:
+        """What sums the gradients; says so where some ranks have no part in a step."""
+        train, run = self.settings.train, self.run
+        shards, ranks = self.plan.shards, run.world.world_size
+        if ranks > shards:
+            idle = (
+                f"rank {shards} owns"
+                if ranks == shards + 1
+                else f"ranks {shards} to {ranks - 1} own"
+            )
+            run.tell(
+                [
+                    f"train.logical_shards: {shards} shards for {ranks} ranks: {idle} none, but holds "
+                    "the state and evaluates"
+                ]
+            )
+        compiled: nn.Module | None = None
+        if train.compile:
+            # By itself torch would compile for the shapes that it happens to see first.
+            dynamic = False if self._bitwise else None
+            compiled = cast("nn.Module", torch.compile(self.model, dynamic=dynamic))
+        if self._bitwise:
+            return TreeReducer(
+                self.model if compiled is None else compiled,
+                run.world,
+                parameters=[phase.parameters for phase in phases],
+                shards=shards,
+            )
+        return PlainReducer(
+            self.model,
+            run.world,
+            compiled=compiled,
+            find_unused=train.find_unused_parameters,
+            phases=[phase.parameters for phase in phases],
+            flags=REQUEST_SLOTS + 1 + (self._buffers.slots if self._buffers else 0),
+            merges_buffers=self._buffers is not None,
+        )
+
+    def _check_machines(self) -> None:
+        """Say loudly, and keep, from which step on equal bits are not promised. Collective."""
+        run = self.run
+        told = run.world.gather(describe_machine(run.device))
+        before = run.progress.bits_until
+        changed = [*check_machine(run.progress, told), *run.accepted]
+        if not changed:
+            return
+        end_promise(run.progress)
+        for what in changed:
+            run.warn(f"bits: {what}")
+        run.warn(
+            f"bits: equal bits are promised up to step {run.progress.bits_until} and not beyond; "
+            "the run goes on"
+        )
+        run.records.event("bits", changed=changed, bits_until=run.progress.bits_until)
+        if run.is_primary and before is None:
+            run.records.summarize("running", run.progress)
+
+    def _identify(self, dataset: Any, model: nn.Module, optimizer: Optimizers) -> None:
         train, run = self.settings.train, self.run
         own = self.job.fingerprint(dataset)
         parts = {
             "dataset": fingerprint_dataset(dataset, self.plan.n, own),
             "model": model_fingerprint(model),
+            **self.plan.sampling,
         }
         compare_ranks(run.world.gather(parts))
         run.identify(
             {
                 "job": type(self.job).__name__,
                 "train.seed": train.seed,
-                "train.order": train.order,
+                "train.order": self.plan.order,
                 "train.global_batch_size": train.global_batch_size,
                 "train.drop_last": train.drop_last,
                 **parts,
+                **self._bits(optimizer),
             }
         )
 
-    def _optimizer(self, model: nn.Module) -> Optimizer:
-        optimizer = self.job.optimizer(model)
-        if not isinstance(optimizer, Optimizer):
-            raise StartError(
-                f"{type(self.job).__name__}.optimizer: found {type(optimizer).__name__}, expected "
-                "one torch Optimizer; several are not yet served by this version"
-            )
-        return optimizer
+    def _bits(self, optimizer: Optimizers) -> dict[str, Any]:
+        """In bitwise mode what the bits depend on: other settings make another run."""
+        if not self._bitwise:
+            return {}
+        kernels = {name: pin_optimizer(one) for name, one in by_phase(optimizer).items()}
+        return identity(self.settings.train, threads=self._threads, kernels=kernels)
 
-    def _scheduler(self, optimizer: Optimizer) -> Any:
+    def _total_steps(self) -> int:
         train = self.settings.train
         total = self.plan.steps * train.epochs
-        if train.max_steps is not None:
-            total = min(total, train.max_steps)
-        return self.job.scheduler(optimizer, total)
-
-    def _advance_schedule(self, unit: str) -> None:
-        """Step the scheduler if this is its unit: with each step, taken or skipped."""
-        schedule = self._schedule
-        if schedule is None:
-            return
-        scheduler, every = schedule if isinstance(schedule, tuple) else (schedule, "step")
-        if every != unit:
-            return
-        with warnings.catch_warnings():
-            # After a skipped first step torch complains about an order that is right here.
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
-            scheduler.step()
+        return total if train.max_steps is None else min(total, train.max_steps)
 
 
 def _threads(local_world_size: int) -> int:

@@ -65,8 +65,8 @@ class TrainOptions:
     """Most samples of one forward on one rank; a larger part is cut, its gradient stays the exact mean."""
     seed: int = 0
     """Of the order of samples and of every random draw."""
-    order: Literal["torch", "feistel"] = "torch"
-    """`torch`: each epoch has the permutation of torch's DistributedSampler."""
+    order: Literal["auto", "torch", "feistel"] = "auto"
+    """`torch`: the permutation of torch's DistributedSampler; `feistel`: one without a table, for any number of samples; `auto`: `torch` up to 2**24 samples an epoch."""
     drop_last: bool = False
     """Leave out the last step of an epoch where it is smaller than a global batch."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -78,15 +78,15 @@ class TrainOptions:
     find_unused_parameters: bool = False
     """Let DDP look for parameters that a forward did not use."""
     threads: int | None = None
-    """Threads of one worker's CPU arithmetic; by default what OMP_NUM_THREADS says, else the cores shared."""
+    """Threads of one worker's CPU arithmetic; by default what OMP_NUM_THREADS says, else the cores shared, with `bitwise` 1."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """What to do where a loss or a gradient is not finite, agreed by all ranks."""
+    """Where a loss or a gradient is not finite, agreed by all ranks: `stop` the run, `skip` the update, or `rollback` to a checkpoint and leave the step out."""
     ema: float | None = None
-    """Decay of an average of the weights kept beside them."""
+    """Decay of an average of the weights, kept beside them and used by evaluations; from the first weights on, no warm-up."""
     logical_shards: int | None = None
-    """Fixed slices of the global batch that make randomness independent of the number of ranks."""
+    """Fixed slices of the global batch: dropout and BatchNorm then belong to a slice, whatever the number of ranks."""
     reproducible: Literal["off", "bitwise"] = "off"
-    """`bitwise`: equal bits of the final weights for every number of ranks and history of faults."""
+    """`bitwise`: equal bits of the final weights for every number of ranks and history of faults; needs logical_shards."""
     stop_before: str | None = None
     """Wall-clock limit before which the state is saved and the run ends."""
     step_delay: float = field(default=0.0, metadata=_HIDDEN)
@@ -101,20 +101,20 @@ class TrainOptions:
         in_range = 0 <= self.seed <= _LARGEST_SEED
         _require("seed", self.seed, f"0 to {_LARGEST_SEED}", holds=in_range)
         _positive("grad_clip", self.grad_clip)
+        holds = self.ema is None or 0 <= self.ema < 1
+        _require("ema", self.ema, "a decay from 0 up to 1, such as 0.999", holds=holds)
         _at_least("threads", self.threads, 1)
         _at_least("logical_shards", self.logical_shards, 1)
+        if self.logical_shards is not None and self.logical_shards > self.global_batch_size:
+            expected = f"at most global_batch_size ({self.global_batch_size})"
+            raise ConfigError(f"logical_shards: found {self.logical_shards}, expected {expected}")
+        if self.reproducible == "bitwise" and self.logical_shards is None:
+            expected = "it set: the slices of a batch whose sums have one order, 8 for instance"
+            raise ConfigError(
+                f"reproducible: found bitwise without logical_shards, expected {expected}"
+            )
         delays = math.isfinite(self.step_delay) and self.step_delay >= 0
         _require("step_delay", self.step_delay, "seconds, 0 or more", holds=delays)
-        _not_yet("ema", self.ema, asked=self.ema is not None)
-        _not_yet("logical_shards", self.logical_shards, asked=self.logical_shards is not None)
-        _not_yet("reproducible", self.reproducible, asked=self.reproducible != "off")
-        _not_yet("order", self.order, asked=self.order != "torch")
-        _not_yet(
-            "on_nonfinite",
-            self.on_nonfinite,
-            asked=self.on_nonfinite == "rollback",
-            instead="write stop or skip",
-        )
         _not_yet("stop_before", self.stop_before, asked=self.stop_before is not None)
 
 
@@ -232,12 +232,4 @@ class Settings:
         for name in self.signals:
             catchable = name in signal.Signals.__members__ and name not in _UNCATCHABLE | _FAULTS
             _require("signals", name, "names like SIGTERM or SIGUSR1", holds=catchable)
-        every, memory = self.checkpoint.every, self.checkpoint.tier.memory
-        _not_yet("checkpoint.every", every, asked=every.kind == "auto", instead="write 1 epoch")
-        _not_yet(
-            "checkpoint.tier.memory",
-            memory,
-            asked=memory.kind not in {"auto", "off"},
-            instead="write auto or off",
-        )
         _not_yet("hang_after", self.hang_after, asked=self.hang_after is not None)

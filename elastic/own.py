@@ -23,6 +23,7 @@ from checkpoints.errors import OptionError
 from checkpoints.options import CheckpointOptions, Interval
 from elastic.agreement import Agreed
 from elastic.core import Run
+from elastic.draws import draws_of
 from elastic.ending import end_worker
 from elastic.entry import end_early, set_up_logging
 from elastic.errors import ElasticError, StartError
@@ -33,6 +34,7 @@ from elastic.opening import Session, Setup, code_hash, open_session
 from elastic.sampler import Plan
 from elastic.seeding import mix, seed_all
 from elastic.weights import model_fingerprint, unwrap
+from jobs.sampling import Sampling
 
 __all__ = ["OwnLoader", "OwnRun", "start"]
 
@@ -123,19 +125,32 @@ class OwnRun(Run):
         *,
         global_batch_size: int,
         drop_last: bool = False,
+        order: str = "auto",
+        sampling: Sampling | None = None,
         **passed: Any,
     ) -> "OwnLoader":
-        """A DataLoader of this rank's part of each step, as one batch; `passed` goes to DataLoader.
+        """A DataLoader of this rank's part of each step, as one batch.
+
+        Args:
+            dataset: Map-style.
+            global_batch_size: Samples of one step over all ranks.
+            drop_last: Leave out the last step of an epoch where it is smaller.
+            order: As `train.order`.
+            sampling: `elastic.Weighted` or `elastic.Mixture`; None: each sample once in each epoch.
+            passed: Goes to DataLoader.
 
         Raises:
             StartError: The dataset has no length or no items, or an argument is one that the plan decides.
         """
+        n = count_samples(dataset)
         plan = Plan(
-            n=count_samples(dataset),
+            n=n,
             global_batch_size=global_batch_size,
             seed=self.seed,
             shards=self.world.world_size,
             drop_last=drop_last,
+            order=order,
+            draws=draws_of(n, sampling, dataset),
         )
         loader = Loader(dataset, plan, rank=self.world.rank, keep_random_state=False, passed=passed)
         self._loader = OwnLoader(self, loader, dataset)
@@ -164,6 +179,7 @@ class OwnRun(Run):
         parts = {
             "dataset": fingerprint_dataset(self._loader.dataset, plan.n, None),
             "model": model_fingerprint(plain),
+            **plan.sampling,
         }
         compare_ranks(self.world.gather(parts))
         self.identify(

@@ -7,11 +7,14 @@ its end (evaluation, schedule, best) is not; `(e + 1, 0)` means that the end is 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from checkpoints.errors import RecordError
 
 __all__ = ["Best", "Progress"]
+
+_ADDED: Final = frozenset({"arithmetic", "bits_until", "skipped_in_row"})
+"""Counters that checkpoints of the first version do not have."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,6 +40,8 @@ class Progress:
     samples: int = 0
     """Samples used over the whole run, each step of the lineage once."""
     skipped_steps: int = 0
+    skipped_in_row: int = 0
+    """Steps skipped since the last one that was applied."""
     evaluation_due: bool = False
     """An evaluation belongs to the last step and has not been done."""
     bests: list[Best] = field(default_factory=list)
@@ -47,6 +52,10 @@ class Progress:
     """Of the last evaluation."""
     stopped: str | None = None
     """Why the run ended early on purpose."""
+    arithmetic: dict[str, str] | None = None
+    """In bitwise mode: the releases and the kind of processor that the run began with."""
+    bits_until: int | None = None
+    """In bitwise mode: the last step whose bits are promised; None: all are."""
 
     @property
     def best(self) -> Best | None:
@@ -59,6 +68,7 @@ class Progress:
         self.position += samples
         self.samples += samples
         self.skipped_steps += skipped
+        self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
 
     def end_epoch(self) -> None:
         """The end of the epoch is done too."""
@@ -106,6 +116,12 @@ class Progress:
             if best.step == self.step:
                 best.checkpoint = name
 
+    def forget_checkpoint(self, name: str) -> None:
+        """The checkpoint that was begun under this name was not made: it holds nothing."""
+        for best in self.bests:
+            if best.checkpoint == name:
+                best.checkpoint = None
+
     def protected(self, keep_best: int) -> list[str]:
         """Names of the checkpoints that hold the best evaluations."""
         return [str(best.checkpoint) for best in self._held()[:keep_best]]
@@ -122,8 +138,8 @@ class Progress:
             RecordError: A counter is missing or unknown.
         """
         known = {f.name for f in fields(cls)}
-        if set(tree) != known:
-            wrong = ", ".join(sorted(set(tree) ^ known))
+        wrong = ", ".join(sorted((set(tree) ^ known) - _ADDED | (set(tree) - known)))
+        if wrong:
             raise RecordError(f"progress: found other keys than this version's ({wrong})")
         bests: Sequence[Mapping[str, Any]] = tree["bests"]
         return cls(**{**tree, "bests": [Best(**best) for best in bests]})

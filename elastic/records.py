@@ -89,13 +89,22 @@ class Records:
         self.summarize("running", progress)
         origin = f"from checkpoint {parent}"
         if parent is None:
-            began_from = "the weights of checkpoint.init_from" if source == "init" else "the start"
-            origin = f"from {began_from}"
+            origin = (
+                "from the weights of checkpoint.init_from" if source == "init" else "from the start"
+            )
+        elif source == "memory":
+            origin = f"from the snapshot {parent} in memory"
         self.console.say(
             f"generation {claim.generation} ({claim.cause}): W={claim.world_size}, {origin}, epoch "
             f"{progress.epoch + 1}, position {progress.position}, step {progress.step} at "
             f"{self._store.display_url}"
         )
+
+    def history(self) -> tuple[int, float]:
+        """How many generations before this one ended by a fault, and the seconds that they ran."""
+        past = self._rows[:-1]
+        failures = sum(row.cause not in {"start", "node joined"} for row in self._rows[1:])
+        return failures, sum(max(0.0, row.ended - row.began) for row in past)
 
     # ---------------------------------------------------------------------------- the loop
     def log(self, values: Mapping[str, float]) -> None:
@@ -197,6 +206,7 @@ class Records:
             now=now,
             weights_sha256=weights_sha256,
             faults=[fault.to_json() for fault in self._faults],
+            bits_until=progress.bits_until,
         )
         try:
             summary.write(self._store, content)

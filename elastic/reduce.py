@@ -1,15 +1,17 @@
-"""The reducer: sums gradients and a few control numbers of a step over all ranks, in one go.
+"""Reducers: what sums the gradients and a few numbers of a step over all ranks, in one go.
 
 Promises: gradients are *summed* over ranks, never divided by the number of them, so that a loss
 already divided by what the whole step holds gives the exact mean however unevenly its samples are
-spread. The control numbers of a step (its loss, its count, who was told to leave, what the primary
-wants) travel as the gradient of one extra parameter inside DDP's own buckets: they cost no message.
-What a step does with them is `elastic.step`'s business.
+spread. The plain reducer is DDP: the numbers of a step (its loss, its count, who was told to leave,
+what the primary wants) travel as the gradient of one extra parameter inside DDP's own buckets, so
+that they cost no message. What a step does with them is `elastic.step`'s business.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Final, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,104 +21,224 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic.world import World
 
-__all__ = ["CONTROL_SLOTS", "Reducer", "forward_reads_buffers"]
+__all__ = ["PlainReducer", "Reducer", "Totals", "Turn", "forward_reads_buffers", "frozen"]
 
-CONTROL_SLOTS: Final = 16
-"""How many float32 numbers of a step are summed over the ranks beside its gradients."""
+_T = TypeVar("_T")
+
+_LOSS, _COUNT_HIGH, _COUNT_LOW, _FLAGS = 0, 1, 2, 3
+# Counts travel as float32: two halves keep them exact up to 2**36 items a step.
+_COUNT_UNIT: Final = 4096
 
 
-class Reducer:
-    """Wraps the model so that one backward leaves the summed gradient and control numbers.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """Where in a rank's step a micro-batch stands."""
 
-    `model` is what a job's loss is given: the plain model, or its compiled form. The loss has to be run by
-    `forward`, which is DDP's.
+    shard: int
+    opens: bool = True
+    """Whether it is the first of its shard."""
+    closes: bool = True
+    """Whether it is the last of its shard."""
+    last: bool = True
+    """Whether it is the last of this rank's step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """The numbers of a phase of a step, summed over all ranks; the same on every rank."""
+
+    loss: float
+    count: float
+    flags: tuple[float, ...]
+
+
+class Reducer(Protocol):
+    """Sums what the micro-batches of a step's phase give; collective from `begin` to `finish`.
+
+    A phase has an optimizer of its own; most jobs have one. In order: `begin`, for each micro-batch of
+    this rank a `forward` and a `backward` inside its `turn`, `finish`. Then the summed gradients are in
+    the phase's parameters, on every rank. Parameters of other phases are `frozen` meanwhile.
+    """
+
+    @property
+    def model(self) -> nn.Module:
+        """What a job's loss is given: the plain model, or the compiled one."""
+        ...
+
+    def begin(self, phase: int, flags: Sequence[float]) -> None:
+        """Forget the last phase's numbers; `flags` are this rank's, to be summed as well.
+
+        The list is kept, and read with the last backward or at `finish`.
+        """
+        ...
+
+    def turn(self, turn: Turn) -> AbstractContextManager[None]:
+        """Around the forward and backward of one micro-batch."""
+        ...
+
+    def forward(self, call: Callable[[nn.Module], _T]) -> _T:
+        """Run a loss on the model; it may call the model, or parts of it, as often as it likes."""
+        ...
+
+    def backward(self, term: Tensor, *, loss: Tensor | float, count: Tensor | float) -> None:
+        """Add the gradient of `term`, and what the micro-batch adds to the loss and the count."""
+        ...
+
+    def finish(self) -> Totals:
+        """Wait until all is summed."""
+        ...
+
+
+@contextlib.contextmanager
+def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let these parameters have no gradient meanwhile: what is not asked for is not computed."""
+    changed = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in changed:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(True)
+
+
+class PlainReducer:
+    """Runs losses under DDP, so that one backward leaves the summed gradient and numbers.
+
+    Each phase has a DDP of its own, which knows the phase's parameters alone and sends no others. What
+    DDP wraps is the computation of the loss, not the model: so a loss may call the model twice, or a
+    part of it, and sees the plain model in every world.
     """
 
     def __init__(
-        self, plain: nn.Module, world: World, *, compiled: nn.Module | None, find_unused: bool
+        self,
+        plain: nn.Module,
+        world: World,
+        *,
+        compiled: nn.Module | None,
+        find_unused: bool,
+        phases: Sequence[Sequence[nn.Parameter]] = (),
+        flags: int = 13,
+        merges_buffers: bool = False,
     ) -> None:
         """Wrap `plain` (on its device); `compiled` runs in its place where it was compiled.
 
         Collective: every rank calls this; DDP sends the primary's weights and buffers to all.
-        """
-        self._plain = plain
-        self._control = nn.Parameter(torch.zeros(CONTROL_SLOTS, device=world.device))
-        self._ddp: DistributedDataParallel | None = None
-        self._seen: Tensor | None = None
-        self._alone: list[float] | None = None
-        self.model: nn.Module = plain if compiled is None else compiled
-        if world.world_size == 1:
-            return
-        self._ddp = DistributedDataParallel(
-            _LossWithControl(self.model, self._control),
-            device_ids=[world.device] if world.device.type == "cuda" else None,
-            process_group=None,
-            find_unused_parameters=find_unused,
-            forward_sync_buffers=forward_reads_buffers(plain),
-            gradient_as_bucket_view=True,
-        )
-        self._ddp.register_comm_hook(None, _sum_bucket)
 
-    def forward(self, call: Callable[[nn.Module], Any]) -> Any:
-        """Return `call(model)`, run inside DDP's forward where there are other ranks."""
-        if self._ddp is None:
-            return call(self.model)
-        value, self._seen = self._ddp(call)
-        return value
+        Args:
+            plain: The model as the job made it.
+            world: The ranks.
+            compiled: The same, compiled.
+            find_unused: Let DDP look for parameters that a forward did not use.
+            phases: The parameters of each phase where there are several; one has all of them.
+            flags: How many flags a step has at most.
+            merges_buffers: Whether somebody else keeps the ranks' buffers alike.
+        """
+        self.model: nn.Module = plain if compiled is None else compiled
+        self._slots = _FLAGS + flags
+        self._device = world.device
+        self._turn = Turn(shard=0)
+        self._loss: Tensor | float = 0.0
+        self._count: Tensor | float = 0.0
+        self._flags: Sequence[float] = ()
+        self._summed: list[float] | None = None
+        self._phase = 0
+        self._out: Tensor | None = None
+        every = list(plain.parameters())
+        self._ddps: list[DistributedDataParallel | None] = []
+        self._controls: list[nn.Parameter] = []
+        for parameters in phases if len(phases) > 1 else [every]:
+            control = nn.Parameter(torch.zeros(self._slots, device=world.device))
+            self._controls.append(control)
+            if world.world_size == 1:
+                self._ddps.append(None)
+                continue
+            own = set(parameters)
+            # DDP takes what asks for a gradient when it is made.
+            with frozen(parameter for parameter in every if parameter not in own):
+                ddp = DistributedDataParallel(
+                    _LossWithControl(self.model, control),
+                    device_ids=[world.device] if world.device.type == "cuda" else None,
+                    process_group=None,
+                    find_unused_parameters=find_unused,
+                    forward_sync_buffers=not merges_buffers and forward_reads_buffers(plain),
+                    gradient_as_bucket_view=True,
+                )
+            ddp.register_comm_hook(None, _sum_bucket)
+            self._ddps.append(ddp)
+
+    def begin(self, phase: int, flags: Sequence[float]) -> None:
+        """Forget the last phase's numbers; gradients are the optimizer's to clear."""
+        self._phase = phase
+        self._loss, self._count, self._flags = 0.0, 0.0, flags
+        self._controls[phase].grad = None
+        self._out, self._summed = None, None
 
     @contextlib.contextmanager
-    def accumulate(self, *, last: bool) -> Iterator[None]:
+    def turn(self, turn: Turn) -> Iterator[None]:
         """Around the forward and backward of one micro-batch: only the last one of a step is sent."""
-        if self._ddp is None or last:
+        self._turn = turn
+        ddp = self._ddps[self._phase]
+        if ddp is None or turn.last:
             yield
         else:
-            with self._ddp.no_sync():
+            with ddp.no_sync():
                 yield
 
-    def backward(self, loss: Tensor, control: Tensor | None) -> None:
-        """Add the gradient of `loss`; with the last micro-batch also this rank's control numbers.
+    def forward(self, call: Callable[[nn.Module], _T]) -> _T:
+        """Run a loss on the model, once in each turn."""
+        ddp = self._ddps[self._phase]
+        if ddp is None:
+            return call(self.model)
+        value, self._out = ddp(call)
+        return cast("_T", value)
 
-        Collective where `control` is given. `control` has CONTROL_SLOTS float32 numbers.
-        """
-        if control is None:
-            loss.backward()
-        elif self._ddp is None:
-            loss.backward()
-            self._alone = cast("list[float]", control.tolist())
+    def backward(self, term: Tensor, *, loss: Tensor | float, count: Tensor | float) -> None:
+        """Add the gradient of `term`; with the last micro-batch also this rank's numbers."""
+        self._loss, self._count = self._loss + loss, self._count + count
+        out, self._out = self._out, None
+        if not self._turn.last:
+            term.backward()
+        elif self._ddps[self._phase] is None:
+            term.backward()
+            self._summed = cast("list[float]", self._numbers().tolist())
+        elif out is None:
+            raise ValueError("backward: found no forward in this turn, expected one")
         else:
-            # The gradient of this term with respect to the control parameter is `control` itself,
-            # whatever the loss is: a loss that is not finite does not spoil the other numbers.
-            seen, self._seen = self._seen, None
-            if seen is None:
-                raise ValueError(
-                    "backward: found no forward before it, expected the loss from `forward`"
-                )
-            (loss + (seen * control).sum()).backward()
+            # The gradient of this addend with respect to the control parameter is the numbers
+            # themselves, whatever the loss is: one that is not finite does not spoil the others.
+            (term + (out * self._numbers()).sum()).backward()
 
-    def summed(self) -> list[float]:
-        """The control numbers of the step, summed over the ranks; waits for the device."""
-        if self._ddp is None:
-            if self._alone is None:
-                raise ValueError(
-                    "no control numbers yet: found none, expected a backward with control"
-                )
-            return self._alone
-        gradient = self._control.grad
-        if gradient is None:
-            raise ValueError("no control numbers yet: found none, expected a backward with control")
-        return cast("list[float]", gradient.tolist())
+    def _numbers(self) -> Tensor:
+        """Pack this rank's numbers on its device without waiting for it."""
+        padding = [0.0] * (self._slots - _FLAGS - len(self._flags))
+        packed = torch.tensor([0.0, 0.0, 0.0, *self._flags, *padding])
+        numbers = packed.to(self._device, non_blocking=True)
+        count = self._count
+        if isinstance(count, Tensor):
+            high: Tensor | float = (count / _COUNT_UNIT).floor()
+        else:
+            high = count // _COUNT_UNIT
+        numbers[_LOSS], numbers[_COUNT_HIGH] = self._loss, high
+        numbers[_COUNT_LOW] = count - high * _COUNT_UNIT
+        return numbers
 
-    def start_step(self) -> None:
-        """Forget the last step's control numbers; gradients are the optimizer's to clear."""
-        self._control.grad = None
-        self._alone = None
+    def finish(self) -> Totals:
+        """The numbers of the step, summed over the ranks; waits for the device."""
+        summed, control = self._summed, self._controls[self._phase]
+        if control.grad is not None:
+            summed = cast("list[float]", control.grad.tolist())
+        if summed is None:
+            raise ValueError("no numbers yet: found none, expected a backward of the last turn")
+        return Totals(
+            loss=summed[_LOSS],
+            count=summed[_COUNT_HIGH] * _COUNT_UNIT + summed[_COUNT_LOW],
+            flags=tuple(summed[_FLAGS : _FLAGS + len(self._flags)]),
+        )
 
 
 class _LossWithControl(nn.Module):
-    """The model and the control parameter side by side; what runs inside DDP is the loss, not the model alone.
-
-    So a loss may use the model as it likes: call it twice, a method or a part of it, or its parameters.
-    """
+    """The computation of a loss as a module, with the control parameter beside it, for DDP to see both."""
 
     def __init__(self, body: nn.Module, control: nn.Parameter) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The second half of a start: claim the generation, choose the state to begin from, restore, say so.
+"""The second half of a start: whose run it is, the claim of the generation, and the word that it began.
 
 The order is the design's: claim, then list, restore and verify, then `started.json`. Promises: what is
-chosen is decided once, by the primary, and told to all; what fails to verify on any rank is left out
-and the next older is taken, loudly; nothing is claimed for a start that the checks refused.
+decided is decided once, by the primary, and told to all; nothing is claimed for a start that the checks
+refused. Which state it begins from is the business of `elastic.finding`.
 """
 
 import logging
@@ -16,47 +16,62 @@ from torch import nn
 
 from checkpoints.errors import (
     CheckpointError,
-    DamagedError,
-    NoCheckpointError,
     ObjectMissingError,
     PartedError,
     StoreError,
     SupersededError,
 )
-from checkpoints.generations import check_fence, claim, newest_generation, read_claim, write_started
+from checkpoints.generations import (
+    check_fence,
+    claim,
+    newest_generation,
+    read_claim,
+    read_rollbacks,
+    write_started,
+)
 from checkpoints.layout import (
     JSON,
     RUN,
     AgentId,
     CheckpointName,
     Claim,
+    Rollback,
     RunRecord,
     Started,
     new_token,
+    started_name,
 )
-from checkpoints.manager import CheckpointManager
 from checkpoints.redaction import redact_url
+from checkpoints.rollbacks import Position
 from checkpoints.store import Store
 from elastic.errors import ElasticError, OverruledError, StartError
+from elastic.finding import Found, told
 from elastic.foreign import match_names, read_weights
 from elastic.identity import compare_identity
 from elastic.monitor import Fault
 from elastic.weights import load_model, model_tensors
 from elastic.world import World
 
-__all__ = ["Found", "agree_on_run", "cause_of", "claim_generation", "find_state", "say_started"]
+__all__ = [
+    "Return",
+    "agree_on_run",
+    "cause_of",
+    "claim_generation",
+    "is_pending",
+    "load_initial",
+    "say_started",
+]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """The state that this generation begins from; no name: a fresh start."""
+class Return:
+    """A rollback that a claim is to hold."""
 
-    name: CheckpointName | None
-    tree: Mapping[str, Any] | None
-    damaged: tuple[str, ...] = ()
-    """What was left out because it did not verify, with the reason."""
+    to: CheckpointName
+    skip: tuple[Position, ...]
+    cause: str
 
 
 def agree_on_run(
@@ -75,7 +90,7 @@ def agree_on_run(
             verdict = {"run_id": record.run_id, "notes": notes}
         except (StartError, CheckpointError) as error:
             verdict = {"error": str(error), "retry": isinstance(error, StoreError)}
-    verdict = _told(world.broadcast(verdict))
+    verdict = told(world.broadcast(verdict))
     if "error" in verdict:
         raise (ElasticError if verdict["retry"] else StartError)(verdict["error"])
     return str(verdict["run_id"]), list(verdict["notes"])
@@ -96,6 +111,8 @@ def cause_of(
     previous: Claim | None, agents: Sequence[AgentId], faults: Sequence[Fault], launch_is_new: bool
 ) -> str:
     """Why a generation begins, in half a line, from what the one before it left."""
+    if previous is not None and previous.rollback is not None and not previous.agents:
+        return previous.cause  # by hand
     if previous is None or launch_is_new:
         return "start"
     primary = [fault for fault in faults if not fault.is_secondary]
@@ -118,8 +135,9 @@ def claim_generation(
     run_id: str,
     config: Mapping[str, Any],
     faults: Sequence[Fault],
+    back: Return | None = None,
 ) -> Claim:
-    """Claim the next generation on the primary and tell it to all. Collective.
+    """Claim the next generation on the primary and tell it to all; `back` makes it a rollback. Collective.
 
     Raises:
         OverruledError: A newer launch owns the run.
@@ -131,6 +149,10 @@ def claim_generation(
 
         def make(generation: int, launch: str) -> Claim:
             is_new = previous is None or launch != previous.launch
+            rollbacks = read_rollbacks(store)
+            if back is not None:
+                own = Rollback(generation=generation, to=back.to, skip=back.skip)
+                rollbacks = (*rollbacks, own)
             return Claim(
                 generation=generation,
                 run_id=run_id,
@@ -141,17 +163,20 @@ def claim_generation(
                 hosts=tuple(hosts),
                 versions={"torch": torch.__version__, "python": platform.python_version()},
                 config=dict(config),
-                cause=cause_of(previous, agents, faults, is_new),
+                cause=back.cause if back else cause_of(previous, agents, faults, is_new),
                 faults=tuple(cast("dict[str, JSON]", fault.to_json()) for fault in faults),
+                rollbacks=rollbacks,
             )
 
         verdict = _claim(store, agents, make)
-        if previous is not None and previous.config and "claim" in verdict:
-            changes = changed_settings(previous.config, config)
-            if changes:
-                told = "; ".join(changes)
-                logger.info("changed since generation %d: %s", previous.generation, told)
-    verdict = _told(world.broadcast(verdict))
+        changes = changed_settings(previous.config, config) if previous and previous.config else []
+        if changes and "claim" in verdict:
+            logger.info(
+                "changed since generation %d: %s",
+                previous.generation if previous else 0,
+                "; ".join(changes),
+            )
+    verdict = told(world.broadcast(verdict))
     if "error" in verdict:
         raise (OverruledError if verdict["superseded"] else ElasticError)(verdict["error"])
     return Claim.from_json(str(verdict["claim"]).encode(), "claim")
@@ -187,60 +212,6 @@ def _claim(
     return {"claim": claimed.to_json().decode()}
 
 
-def find_state(world: World, manager: CheckpointManager) -> Found:
-    """Restore the newest checkpoint that verifies on every rank. Collective.
-
-    Raises:
-        ElasticError: The store failed while reading; a restart may cure it.
-    """
-    damaged: list[str] = []
-    left_out: list[CheckpointName] = []
-    while True:
-        chosen = _choose(world, manager, left_out)
-        if chosen is None:
-            return Found(name=None, tree=None, damaged=tuple(damaged))
-        tree, problem, passing = None, "", False
-        try:
-            tree = manager.restore(chosen)
-        except DamagedError as error:
-            problem = str(error)
-        except (StoreError, ObjectMissingError, NoCheckpointError) as error:
-            problem, passing = str(error), isinstance(error, StoreError)
-        said = [_told(one) for one in world.gather({"problem": problem, "passing": passing})]
-        wrong = [(rank, one) for rank, one in enumerate(said) if one["problem"]]
-        if not wrong:
-            return Found(name=chosen, tree=tree, damaged=tuple(damaged))
-        rank, first = wrong[0]
-        if first["passing"]:
-            raise ElasticError(
-                f"checkpoint {chosen} could not be read by rank {rank}: {first['problem']}"
-            )
-        damaged.append(f"{chosen}: {first['problem']}")
-        left_out.append(chosen)
-        if world.is_primary:
-            logger.error(
-                "checkpoint %s is damaged (%s); the one before it is taken",
-                chosen,
-                first["problem"],
-            )
-
-
-def _choose(
-    world: World, manager: CheckpointManager, left_out: Sequence[CheckpointName]
-) -> CheckpointName | None:
-    verdict: dict[str, Any] = {}
-    if world.is_primary:
-        try:
-            chosen = manager.latest(exclude=left_out)
-            verdict = {"chosen": None if chosen is None else str(chosen)}
-        except StoreError as error:
-            verdict = {"error": str(error)}
-    verdict = _told(world.broadcast(verdict))
-    if "error" in verdict:
-        raise ElasticError(f"the checkpoints could not be listed: {verdict['error']}")
-    return None if verdict["chosen"] is None else CheckpointName.parse(verdict["chosen"])
-
-
 def load_initial(model: nn.Module, url: str, options: Mapping[str, object]) -> list[str]:
     """Load the weights at `checkpoint.init_from` as far as they fit; returns what a person should know.
 
@@ -260,6 +231,14 @@ def load_initial(model: nn.Module, url: str, options: Mapping[str, object]) -> l
         )
     lines = [f"checkpoint.init_from: {len(report.loaded)} tensors loaded from {redact_url(url)}"]
     return lines + [f"checkpoint.init_from: {line}" for line in report.lines()]
+
+
+def is_pending(store: Store, claimed: Claim) -> bool:
+    """Whether a rollback that an older claim holds has not been started by any generation yet."""
+    if not claimed.rollbacks:
+        return False
+    since = range(claimed.rollbacks[-1].generation, claimed.generation)
+    return not any(store.exists(started_name(generation)) for generation in since)
 
 
 def say_started(
@@ -284,24 +263,3 @@ def say_started(
             position=position,
         ),
     )
-
-
-def _told(value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ElasticError(f"a message of another rank: found {value!r}, expected an object")
-    return value
-
-
-def compare_replicas(world: World, digest: str) -> None:
-    """Check that every rank holds the same state. Collective.
-
-    Raises:
-        ElasticError: A rank differs; names it.
-    """
-    digests = world.gather(digest)
-    wrong = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if wrong:
-        raise ElasticError(
-            f"after the restore rank {wrong[0]} holds another state than rank 0 (digest "
-            f"{digests[wrong[0]]} against {digests[0]}); its memory or its disk may be faulty"
-        )

@@ -3,6 +3,9 @@
 A sample's draws depend on (run's seed, epoch, sample), a forward's on the key that its caller mixes, in torch, `random` and numpy
 alike. So nothing per rank or loader worker has to be saved, and a restart or another world draws the same numbers.
 
+What the runner reads is seeded without being asked. In a loop of one's own: `Seeded(dataset, seed)` around any map-style dataset, or
+`seed_sample(seed, epoch, index)` first in a `__getitem__`; `sample_key` is the number for a generator of one's own.
+
 Limits: a dataset's own generators and shuffle buffers are its own, and a dataset that only reads a seed (`torch.initial_seed()`)
 without drawing is not seen to be random.
 """
@@ -14,9 +17,18 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
-__all__ = ["Addressed", "Addresses", "kept_random_state", "mix", "sample_key", "seed_all"]
+__all__ = [
+    "Addressed",
+    "Addresses",
+    "Seeded",
+    "kept_random_state",
+    "mix",
+    "sample_key",
+    "seed_all",
+    "seed_sample",
+]
 
 _Sample_co = TypeVar("_Sample_co", covariant=True)
 _LOW = (1 << 32) - 1
@@ -47,6 +59,14 @@ def sample_key(seed: int, epoch: int, index: int) -> int:
     samples share a stream (mixed freely, a million would have some hundred pairs).
     """
     return _key_in_epoch(mix(seed, epoch), index)
+
+
+def seed_sample(seed: int, epoch: int, index: int) -> None:
+    """Seed torch's CPU generator, `random` and numpy for one sample, as the runner does before it reads one.
+
+    In the process that trains, put `kept_random_state()` around it, or dropout would follow the sample that was read last.
+    """
+    seed_all(sample_key(seed, epoch, index))
 
 
 def _key_in_epoch(epoch_key: int, index: int) -> int:
@@ -90,6 +110,7 @@ class Addresses(NamedTuple):
 
     epoch: int
     indices: list[int]
+    """With `n` given to Addressed: sample + n * how often it was drawn before in the epoch."""
 
 
 class Addressed(Dataset[_Sample_co]):
@@ -104,11 +125,24 @@ class Addressed(Dataset[_Sample_co]):
     """
 
     def __init__(
-        self, dataset: Dataset[_Sample_co], seed: int, *, seeds_collate: bool = False
+        self,
+        dataset: Dataset[_Sample_co],
+        seed: int,
+        *,
+        seeds_collate: bool = False,
+        n: int | None = None,
     ) -> None:
-        """Wrap a dataset; with seeds_collate a collate function's draws depend on (seed, epoch, first sample)."""
+        """Wrap a dataset.
+
+        Args:
+            dataset: map-style.
+            seed: the run's.
+            seeds_collate: whether a collate function's draws depend on (seed, epoch, first sample).
+            n: where a sample may come again in an epoch: address n * k + i is sample i, with draws of its own for each k.
+        """
         self.dataset = dataset
         self._seed = seed
+        self._n = n
         self._seeds_collate = seeds_collate
         many: Callable[[list[int]], list[_Sample_co]] | None
         many = getattr(dataset, "__getitems__", None)
@@ -182,12 +216,13 @@ class Addressed(Dataset[_Sample_co]):
         drawn = self._drawn
         if not drawn:
             if self._many is not None:
-                return list(self._many(indices))
+                return list(self._many(self._samples(indices)))
             dataset = self.dataset
-            return [dataset[index] for index in indices]
+            return [dataset[index] for index in self._samples(indices)]
         samples = []
         seeds = [library.seed for library in drawn]
-        one = self._one if self._many is not None else self.dataset.__getitem__
+        plain = self._many is None and self._n is None
+        one = self.dataset.__getitem__ if plain else self._one
         for index in indices:
             key = _key_in_epoch(epoch_key, index)
             for seed in seeds:
@@ -195,11 +230,49 @@ class Addressed(Dataset[_Sample_co]):
             samples.append(one(index))
         return samples
 
-    def _one(self, index: int) -> _Sample_co:
+    def _samples(self, addresses: list[int]) -> list[int]:
+        n = self._n
+        return addresses if n is None else [address % n for address in addresses]
+
+    def _one(self, address: int) -> _Sample_co:
+        index = address if self._n is None else address % self._n
         if self._many is None:
             return self.dataset[index]
         only: _Sample_co = self._many([index])[0]
         return only
+
+
+class Seeded(Dataset[_Sample_co]):
+    """For a DataLoader of one's own: a map-style dataset whose random draws depend on (seed, epoch, index) alone.
+
+    The same numbers for any number of loader workers, however they are started, in any process and world, and after any restart;
+    another number in each epoch that `set_epoch` tells, persistent workers too. The random state of a process that reads without
+    workers stays as it was.
+    """
+
+    def __init__(self, dataset: Dataset[_Sample_co], seed: int = 0) -> None:
+        """Wrap a dataset."""
+        self.dataset = dataset
+        self._addressed = Addressed(dataset, seed)
+        # Shared, since the workers of an earlier epoch may live on, each with its copy of all else.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the epoch, before the DataLoader is iterated, as with DistributedSampler."""
+        self._epoch.fill_(epoch)
+
+    def __len__(self) -> int:
+        return len(self._addressed)
+
+    def __getitem__(self, index: int) -> _Sample_co:
+        """Read one sample."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[_Sample_co]:
+        """Read the samples of a batch; what DataLoader calls."""
+        addresses = Addresses(int(self._epoch), [int(index) for index in indices])
+        with kept_random_state() if get_worker_info() is None else contextlib.nullcontext():
+            return self._addressed.__getitems__(addresses)
 
 
 class _Library(Protocol):

@@ -6,8 +6,9 @@ The tree of `capture` holds live tensors (copy them before the next step) under 
     model_extra     what else the model's state holds; only where it does
     optimizer       name ("main" where there is one) -> groups with their constants, moments
     scheduler       name -> its state and constants
-    scaler          state and constants of the gradient scaler, or None
+    scaler          name -> state and constants of each gradient scaler, or None
     job             the job's own state, or None
+    ema             plain name -> average of the model's tensors; only where there is one
     others          name -> state of whatever else was attached
 
 `restore` is strict where silence would harm: a missing or different model, an optimizer without its
@@ -15,15 +16,14 @@ state, groups with other parameters are a StartError. What has been added to a r
 (a scheduler, a scaler, a job's state, others) is allowed, and told in one line each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from checkpoints.tensorfile import byte_view
 from elastic.constants import merge, plain, same, tell_change
+from elastic.digest import digest_of
 from elastic.errors import StartError
 from elastic.moments import capture_moments, group_names, match_groups, restore_moments
 from elastic.schedule import Driver, Schedule, Scheduler
@@ -32,7 +32,9 @@ from elastic.weights import load_model, model_extra, model_tensors, parameter_na
 __all__ = ["Broadcaster", "Stateful", "TrainState"]
 
 _MAIN: Final = "main"
-_KEYS: Final = ("model", "model_extra", "optimizer", "scheduler", "scaler", "job", "others")
+_KEYS: Final = (
+    "model", "model_extra", "optimizer", "scheduler", "scaler", "job", "ema", "others",
+)  # fmt: skip
 _SCALER_POSITION: Final = ("scale", "_growth_tracker")
 
 Drivers = Scheduler | tuple[Scheduler, str]
@@ -47,6 +49,26 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any, /) -> Any:
         """Take it back."""
+        ...
+
+
+class Averaged(Protocol):
+    """An average of the model's weights, as far as it is needed here."""
+
+    def begin(self) -> None:
+        """Begin anew at the weights."""
+        ...
+
+    def raw(self) -> Mapping[str, Tensor]:
+        """The weights, whatever the model shows."""
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The averages, live."""
+        ...
+
+    def load(self, saved: Mapping[str, Tensor], /) -> None:
+        """Take averages back."""
         ...
 
 
@@ -66,9 +88,10 @@ class TrainState:
         self._optimizers: dict[str, Optimizer] = {}
         self._schedules: dict[str, Schedule] = {}
         self._driven: dict[str, str] = {}
-        self._scaler: Stateful | None = None
-        self._built_scaler: dict[str, Any] = {}
+        self._scalers: dict[str, Stateful] = {}
+        self._built_scalers: dict[str, dict[str, Any]] = {}
         self._job: Stateful | None = None
+        self._ema: Averaged | None = None
         self._others: dict[str, Stateful] = {}
 
     # -------------------------------------------------------------------------------------- attach
@@ -78,8 +101,9 @@ class TrainState:
         model: nn.Module,
         optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
         scheduler: Drivers | Mapping[str, Drivers] | None = None,
-        scaler: Stateful | None = None,
+        scaler: Stateful | Mapping[str, Stateful] | None = None,
         job: object = None,
+        ema: Averaged | None = None,
         **others: Stateful,
     ) -> None:
         """Take the objects that make up the state, and remember their constants as they are now.
@@ -88,8 +112,9 @@ class TrainState:
             model: Wrapped or not.
             optimizer: One, or several by name.
             scheduler: One, `(scheduler, "epoch")` where it is stepped by epoch, or several by name.
-            scaler: A gradient scaler.
+            scaler: A gradient scaler, or several by name.
             job: Its state is kept where it has `state_dict` and `load_state_dict`.
+            ema: An average of the model's weights.
             others: Anything else with these two.
 
         Raises:
@@ -108,9 +133,10 @@ class TrainState:
         self._model = model
         self._optimizers = _by_name(optimizer)
         self._attach_schedules({n: _driver(n, d) for n, d in _by_name(scheduler).items()})
-        self._scaler = scaler
-        self._built_scaler = plain(scaler.state_dict()) if scaler is not None else {}
+        self._scalers = _by_name(scaler)
+        self._built_scalers = {n: plain(s.state_dict()) for n, s in self._scalers.items()}
         self._job = job if _is_stateful(job) else None  # type: ignore[assignment]
+        self._ema = ema
         self._others = dict(others)
 
     def _attach_schedules(self, drivers: Mapping[str, Driver]) -> None:
@@ -156,13 +182,41 @@ class TrainState:
             for driver in (n for n, of in self._driven.items() if of == name):
                 entry = captured[_label("scheduler", driver)]
                 tree["scheduler"][driver] = {"optimizer": name, **entry}
-        tree["scaler"] = None
-        if self._scaler is not None:
-            current = plain(self._scaler.state_dict())
-            tree["scaler"] = {"current": current, "at_construction": plain(self._built_scaler)}
+        tree["scaler"] = {
+            name: {
+                "current": plain(scaler.state_dict()),
+                "at_construction": plain(self._built_scalers[name]),
+            }
+            for name, scaler in self._scalers.items()
+        } or None
         tree["job"] = None if self._job is None else self._job.state_dict()
+        if self._ema is not None:
+            tree["model"] |= self._ema.raw()
+            tree["ema"] = dict(self._ema.tensors())
         tree["others"] = {name: thing.state_dict() for name, thing in self._others.items()}
         return tree
+
+    def still(self) -> frozenset[int]:
+        """The data pointers of the tensors that only an optimizer's step changes."""
+        found = {parameter.data_ptr() for parameter in self._attached().parameters()}
+        for optimizer in self._optimizers.values():
+            for moments in optimizer.state.values():
+                found.update(t.data_ptr() for t in moments.values() if isinstance(t, Tensor))
+        return frozenset(found)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of parameters and moments."""
+        tensors: list[Tensor] = list(self._attached().parameters())
+        for optimizer in self._optimizers.values():
+            for moments in optimizer.state.values():
+                tensors += [t for t in moments.values() if isinstance(t, Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def before_updates(self, call: Callable[[], None]) -> None:
+        """Have something called right before any attached optimizer changes the parameters."""
+        for optimizer in self._optimizers.values():
+            optimizer.register_step_pre_hook(lambda _optimizer, _args, _kwargs: call())
 
     def _attached(self) -> nn.Module:
         if self._model is None:
@@ -195,7 +249,8 @@ class TrainState:
             )
         load_model(model, tree["model"], strict=True, extra=tree.get("model_extra"))
         notes = self._restore_optimizers(tree, {"step": steps, "epoch": epochs})
-        notes += self._restore_scaler(tree.get("scaler"))
+        notes += self._restore_scalers(tree.get("scaler") or {})
+        notes += self._restore_ema(tree.get("ema"))
         notes += self._restore_others(tree)
         unknown = [key for key in tree if key not in _KEYS]
         return notes + [f"{key}: in the checkpoint, not known here; left aside" for key in unknown]
@@ -227,21 +282,27 @@ class TrainState:
             for name in gone
         ]
 
-    def _restore_scaler(self, saved: Mapping[str, Any] | None) -> list[str]:
-        was, now = (saved["at_construction"], saved["current"]) if saved else ({}, {})
-        if self._scaler is None or not self._built_scaler:
-            return ["scaler: in the checkpoint, not attached; left aside"] if now else []
-        if not now:
-            self._scaler.load_state_dict(plain(self._built_scaler))
-            return ["scaler: not in the checkpoint; it begins anew"]
-        state = merge(self._built_scaler, was, now)
-        state |= {key: now[key] for key in _SCALER_POSITION if key in now}
-        self._scaler.load_state_dict(state)
-        return [
-            tell_change(f"scaler.{key}", was[key], built)
-            for key, built in self._built_scaler.items()
-            if key in was and key not in _SCALER_POSITION and not same(was[key], built)
+    def _restore_scalers(self, saved: Mapping[str, Any]) -> list[str]:
+        # One that is switched off has no state, and takes none.
+        gone = [n for n in saved if saved[n]["current"] and not self._built_scalers.get(n)]
+        notes = [
+            f"{_label('scaler', name)}: in the checkpoint, not attached; left aside"
+            for name in gone
         ]
+        for name, scaler in self._scalers.items():
+            built = self._built_scalers[name]
+            if built:
+                notes += _restore_scaler(_label("scaler", name), scaler, built, saved.get(name))
+        return notes
+
+    def _restore_ema(self, saved: Mapping[str, Tensor] | None) -> list[str]:
+        if self._ema is None:
+            return [] if saved is None else ["ema: in the checkpoint, not attached; left aside"]
+        if saved is None:
+            self._ema.begin()
+            return ["ema: not in the checkpoint; it begins at the weights"]
+        self._ema.load(saved)
+        return []
 
     def _restore_others(self, tree: Mapping[str, Any]) -> list[str]:
         notes: list[str] = []
@@ -268,14 +329,15 @@ class TrainState:
                 optimizers, schedulers, scaler. Without buffers (each rank's BatchNorm counts its
                 own part), the job's state and others.
         """
+        return digest_of(self.replicated() if replicated else self.capture())
+
+    def replicated(self) -> dict[str, Any]:
+        """Of `capture` what must be the same on every rank after a step."""
         tree = self.capture()
-        if replicated:
-            parameters = set(parameter_names(self._attached()).values())
-            tree["model"] = {k: v for k, v in tree["model"].items() if k in parameters}
-            tree = {key: tree[key] for key in ("model", "optimizer", "scheduler", "scaler")}
-        digest = xxhash.xxh3_128()
-        _feed(digest, tree)
-        return digest.hexdigest()
+        parameters = set(parameter_names(self._attached()).values())
+        for key in ("model", "ema"):
+            tree[key] = {k: v for k, v in tree.get(key, {}).items() if k in parameters}
+        return {key: tree[key] for key in ("model", "optimizer", "scheduler", "scaler", "ema")}
 
     def broadcast_model(self, world: Broadcaster) -> None:
         """Give every rank the primary's parameters and buffers.
@@ -285,9 +347,28 @@ class TrainState:
         model = self._attached()
         tensors = [*model.parameters(), *model.buffers()]
         world.broadcast_tensors([tensor.detach() for tensor in tensors], src=0)
+        if self._ema is not None:
+            self._ema.begin()
 
 
 # ------------------------------------------------------------------------------------------- the rest
+def _restore_scaler(
+    label: str, scaler: Stateful, built: Mapping[str, Any], saved: Mapping[str, Any] | None
+) -> list[str]:
+    was, now = (saved["at_construction"], saved["current"]) if saved else ({}, {})
+    if not now:
+        scaler.load_state_dict(plain(built))
+        return [f"{label}: not in the checkpoint; it begins anew"]
+    state = merge(built, was, now)
+    state |= {key: now[key] for key in _SCALER_POSITION if key in now}
+    scaler.load_state_dict(state)
+    return [
+        tell_change(f"{label}.{key}", was[key], value)
+        for key, value in built.items()
+        if key in was and key not in _SCALER_POSITION and not same(was[key], value)
+    ]
+
+
 def _label(kind: str, name: str) -> str:
     return kind if name == _MAIN else f"{kind}.{name}"
 
@@ -324,21 +405,3 @@ def _own_copy(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_own_copy(item) for item in value)
     return value
-
-
-def _feed(digest: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        digest.update(f"t{value.dtype}{list(value.shape)}\0".encode())
-        digest.update(byte_view(value))
-    elif isinstance(value, Mapping):
-        digest.update(f"d{len(value)}\0".encode())
-        for key in sorted(value, key=repr):
-            digest.update(f"{key!r}\0".encode())
-            _feed(digest, value[key])
-    elif isinstance(value, list | tuple):
-        digest.update(f"l{len(value)}\0".encode())
-        for item in value:
-            _feed(digest, item)
-    else:
-        text = value.hex() if isinstance(value, float) else repr(value)
-        digest.update(f"{type(value).__name__}{text}\0".encode())

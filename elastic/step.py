@@ -9,9 +9,9 @@ is the loop's business; how gradients are summed is the reducer's.
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +19,19 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from elastic.agreement import REQUEST_SLOTS, Agreed, Request
-from elastic.errors import AttentionError, StartError
+from elastic.errors import AttentionError
 from elastic.loader import MicroBatch, StepBatch
 from elastic.options import TrainOptions
-from elastic.reduce import CONTROL_SLOTS, Reducer
+from elastic.phases import Phase
+from elastic.reduce import Reducer, Turn, frozen
 from elastic.seeding import mix, seed_all
+from elastic.shards import ShardBuffers
 from elastic.world import World
 from jobs.job import Job, Mean, read_loss
 
 __all__ = ["StepResult", "Stepper", "autocast"]
 
-_LOSS, _COUNT_HIGH, _COUNT_LOW, _REQUEST = 0, 1, 2, 3
-# Counts travel as float32: two halves keep them exact up to 2**36 items a step.
-_COUNT_UNIT: Final = 4096
 _PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_PADDING: Final = [0.0] * (CONTROL_SLOTS - _REQUEST - REQUEST_SLOTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,16 +39,20 @@ class StepResult:
     """What a step did; equal on every rank."""
 
     loss: float
-    """Mean loss over the samples (or items) of the global batch, before the update."""
+    """Mean loss over the samples (or items) of the global batch, before the update; of several phases the sum."""
     count: float
-    """Samples, or the summed counts of Means."""
+    """Samples, or the summed counts of Means; of the last phase."""
     grad_norm: float
-    """Norm of the mean gradient before clipping."""
+    """Norm of the mean gradient before clipping; of the last phase."""
     lr: float
-    """Rate of the first parameter group that the update used."""
+    """Rate of the first parameter group that the update used; of the last phase."""
     skipped: bool
-    """Whether the update was left out (a loss or gradient that is not finite)."""
+    """Whether no update was applied (a loss or gradient that is not finite)."""
+    refused: str | None
+    """What was not finite, and where; None where all was, or where the scaler only lowers its scale."""
     agreed: Agreed
+    named: Mapping[str, float]
+    """The figures of each phase by name (`loss.disc`), where there are several."""
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -60,6 +62,18 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
     return torch.autocast(device.type, dtype=_PRECISION[precision])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """What one phase of a step did."""
+
+    loss: float
+    count: float
+    grad_norm: float
+    skipped: bool
+    refused: str | None
+    flags: tuple[float, ...]
+
+
 class Stepper:
     """Takes the steps of one job in one generation."""
 
@@ -67,24 +81,25 @@ class Stepper:
         self,
         job: Job,
         reducer: Reducer,
-        optimizer: torch.optim.Optimizer,
+        phases: Sequence[Phase],
         *,
-        scaler: torch.amp.GradScaler | None,
+        scaler: torch.amp.GradScaler | Mapping[str, torch.amp.GradScaler] | None,
         options: TrainOptions,
         world: World,
+        buffers: ShardBuffers | None = None,
     ) -> None:
-        """Bind the parts; `scaler` is given with fp16 alone."""
-        if job.losses() is not None:
-            raise StartError(
-                f"{type(job).__name__}.losses: several phases are not yet served by this version; "
-                "give one loss() and one optimizer"
-            )
-        self._job, self._reducer, self._optimizer = job, reducer, optimizer
-        self._scaler, self._options, self._world = scaler, options, world
+        """Bind the parts; `scaler` is given with fp16 alone (by phase), `buffers` with logical shards."""
+        self._job, self._reducer, self._phases = job, reducer, list(phases)
+        self._scalers = [
+            scaler[phase.name] if isinstance(scaler, Mapping) else scaler for phase in phases
+        ]
+        self._options, self._world = options, world
         self._autocast = autocast(options.precision, world.device)
-        self._parameters = [p for g in optimizer.param_groups for p in g["params"]]
-        self._own_loss: Tensor | float = 0.0
-        self._statistics = _statistics(reducer.model) if options.on_nonfinite == "skip" else []
+        self._parameters = [phase.parameters for phase in self._phases]
+        self._foreign = [_others(reducer.model, phase, len(phases)) for phase in phases]
+        self._own_losses: list[Tensor | float] = []
+        self._buffers = buffers
+        self._statistics = _statistics(reducer.model) if options.on_nonfinite != "stop" else []
         self._kept: list[Tensor] = []
 
     def run(self, step: int, batch: StepBatch, request: Request) -> StepResult:
@@ -95,109 +110,172 @@ class Stepper:
         Raises:
             AttentionError: Something is not finite and `train.on_nonfinite` is stop.
         """
-        self._optimizer.zero_grad(set_to_none=True)
-        self._reducer.start_step()
-        self._kept = [buffer.clone() for buffer in self._statistics]
-        weighted = self._accumulate(step, batch, request)
-        summed = self._reducer.summed()
-        count = summed[_COUNT_HIGH] * _COUNT_UNIT + summed[_COUNT_LOW]
-        loss = summed[_LOSS] / count if count else math.nan
-        norm, skipped = self._update(
-            step, batch, loss=loss, scale=_open_scale(batch, count, weighted)
-        )
+        flags = request.pack()
+        outcomes = [
+            self._run_phase(index, step, batch, flags) for index in range(len(self._phases))
+        ]
+        last = outcomes[-1]
         return StepResult(
-            loss=loss,
-            count=count,
-            grad_norm=norm,
-            lr=float(self._optimizer.param_groups[0]["lr"]),
-            skipped=skipped,
-            agreed=Agreed.read(summed[_REQUEST : _REQUEST + REQUEST_SLOTS]),
+            loss=sum(outcome.loss for outcome in outcomes),
+            count=last.count,
+            grad_norm=last.grad_norm,
+            lr=self._rate(-1),
+            skipped=all(outcome.skipped for outcome in outcomes),
+            refused=next((o.refused for o in outcomes if o.refused is not None), None),
+            agreed=Agreed.read(last.flags[:REQUEST_SLOTS]),
+            named=self._named(outcomes),
         )
 
-    def _accumulate(self, step: int, batch: StepBatch, request: Request) -> bool:
-        """Forward and backward of each micro-batch; True where the job's loss is an open Mean."""
-        device = self._world.device
-        total: Tensor | float = 0.0
-        count: Tensor | float = 0.0
-        weighted = False
-        for number, micro in enumerate(batch.micro_batches, start=1):
-            last = number == len(batch.micro_batches)
-            data = self._job.to_device(micro.data, device)
-            seed_all(mix(self._options.seed, step, micro.shard, micro.number), device)
-            with self._reducer.accumulate(last=last):
-                with self._autocast:
-                    value = read_loss(
-                        self._reducer.forward(functools.partial(_loss, self._job, data))
-                    )
-                weighted = isinstance(value, Mean)
-                term, added, items = _contribution(value, micro, batch.size)
-                total, count = total + added, count + items
-                if self._scaler is not None:
-                    term = self._scaler.scale(term)
-                control = self._control(total, count, request) if last else None
-                self._reducer.backward(term, control)
-        self._own_loss = total
-        return weighted
+    def leave_out(self) -> StepResult:
+        """What a step gives that a rollback leaves out. Every rank alike; no collective."""
+        return StepResult(
+            loss=math.nan,
+            count=0.0,
+            grad_norm=math.nan,
+            lr=self._rate(-1),
+            skipped=True,
+            refused=None,
+            agreed=Agreed(),
+            named={},
+        )
 
-    def _control(self, total: Tensor | float, count: Tensor | float, request: Request) -> Tensor:
-        """Pack the control numbers on this rank's device without waiting for it."""
-        flags = torch.tensor([0.0, 0.0, 0.0, *request.pack(), *_PADDING])
-        if isinstance(count, Tensor):
-            high = (count / _COUNT_UNIT).floor()
-            low: Tensor | float = count - high * _COUNT_UNIT
-        else:
-            high = count // _COUNT_UNIT  # type: ignore[assignment]  # a number here, a tensor above
-            low = count - high * _COUNT_UNIT
-        control = flags.to(self._world.device, non_blocking=True)
-        control[_LOSS], control[_COUNT_HIGH], control[_COUNT_LOW] = total, high, low
-        return control
+    def _rate(self, index: int) -> float:
+        return float(self._phases[index].optimizer.param_groups[0]["lr"])
+
+    def _named(self, outcomes: Sequence[_Outcome]) -> dict[str, float]:
+        if len(outcomes) == 1:
+            return {}
+        named: dict[str, float] = {}
+        for index, (phase, outcome) in enumerate(zip(self._phases, outcomes, strict=True)):
+            named[f"loss.{phase.name}"] = outcome.loss
+            named[f"grad_norm.{phase.name}"] = outcome.grad_norm
+            named[f"lr.{phase.name}"] = self._rate(index)
+            if outcome.skipped:
+                named[f"skipped.{phase.name}"] = 1.0
+        return named
+
+    def _run_phase(
+        self, index: int, step: int, batch: StepBatch, flags: Sequence[float]
+    ) -> _Outcome:
+        """One loss over the whole step, its exact mean gradient, and its optimizer's update."""
+        self._phases[index].optimizer.zero_grad(set_to_none=True)
+        # Who has no samples cannot know what kind of loss the job gives.
+        told = [*flags, 0.0]
+        self._kept = [buffer.clone() for buffer in self._statistics]
+        if self._buffers is not None:
+            self._buffers.begin()
+            told += self._buffers.flags
+        self._reducer.begin(index, told)
+        with frozen(self._foreign[index]):
+            self._accumulate(index, step, batch, told)
+        if self._buffers is not None:
+            self._buffers.send()
+        totals = self._reducer.finish()
+        weighted = totals.flags[len(flags)] > 0
+        if self._buffers is not None:
+            self._buffers.merge(totals.flags[len(flags) + 1 :])
+        loss = totals.loss / totals.count if totals.count else math.nan
+        scale = _open_scale(batch, totals.count, weighted)
+        norm, skipped, refused = self._update(index, step, batch, loss=loss, scale=scale)
+        return _Outcome(
+            loss=loss,
+            count=totals.count,
+            grad_norm=norm,
+            skipped=skipped,
+            refused=refused,
+            flags=totals.flags,
+        )
+
+    def _accumulate(self, index: int, step: int, batch: StepBatch, told: list[float]) -> None:
+        """Forward and backward of each micro-batch; fills in what is told to all beside the flags."""
+        buffers = self._buffers
+        device, scaler = self._world.device, self._scalers[index]
+        weighted = len(told) - 1 - (buffers.slots if buffers is not None else 0)
+        self._own_losses = []
+        for turn, micro in _turns(batch.micro_batches):
+            data = self._job.to_device(micro.data, device)
+            address = (step, micro.shard, micro.number) + ((index,) if index else ())
+            seed_all(mix(self._options.seed, *address), device)
+            if buffers is not None:
+                buffers.enter(turn)
+            with self._reducer.turn(turn):
+                value = self._reducer.forward(functools.partial(self._loss, index, data))
+                if buffers is not None:
+                    buffers.leave(turn, micro.samples)
+                    told[len(told) - buffers.slots :] = buffers.flags
+                told[weighted] = float(isinstance(value, Mean))
+                term, added, items = _contribution(value, micro, batch.size)
+                self._own_losses.append(added)
+                if scaler is not None:
+                    term = scaler.scale(term)
+                self._reducer.backward(term, loss=added, count=items)
+
+    def _loss(self, index: int, data: Any, model: nn.Module) -> Tensor | Mean:
+        with self._autocast:
+            return read_loss(self._phases[index].loss(model, data))
 
     def _update(
-        self, step: int, batch: StepBatch, *, loss: float, scale: float | None
-    ) -> tuple[float, bool]:
-        """Unscale, check, clip and apply; returns the gradient's norm and whether it was skipped."""
-        if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self, index: int, step: int, batch: StepBatch, *, loss: float, scale: float | None
+    ) -> tuple[float, bool, str | None]:
+        """Unscale, check, clip and apply; returns the gradient's norm, whether it was skipped, and why."""
+        optimizer, parameters = self._phases[index].optimizer, self._parameters[index]
+        scaler = self._scalers[index]
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if scale is not None:
             torch._foreach_mul_(gradients, scale)  # one call for all tensors
         norm_tensor = get_total_norm(gradients)
         norm = float(norm_tensor)
         finite_loss = math.isfinite(loss)
-        if not finite_loss or (not math.isfinite(norm) and self._scaler is None):
-            self._refuse(step, batch, loss=loss, norm=norm)
-            return norm, True
+        if not finite_loss or (not math.isfinite(norm) and scaler is None):
+            return norm, True, self._refuse(index, step, batch, loss=loss, norm=norm)
         if self._options.grad_clip is not None and norm > self._options.grad_clip:
-            clip_grads_with_norm_(self._parameters, self._options.grad_clip, norm_tensor)
-        if self._scaler is None:
-            self._optimizer.step()
-            return norm, False
-        before = self._scaler.get_scale()
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        return norm, self._scaler.get_scale() < before
+            clip_grads_with_norm_(parameters, self._options.grad_clip, norm_tensor)
+        if scaler is None:
+            optimizer.step()
+            return norm, False, None
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        return norm, scaler.get_scale() < before, None
 
-    def _refuse(self, step: int, batch: StepBatch, *, loss: float, norm: float) -> None:
+    def _refuse(self, index: int, step: int, batch: StepBatch, *, loss: float, norm: float) -> str:
         """Leave the update out, or end the run; who it was is told by all ranks together."""
         own = [i for micro in batch.micro_batches for i in micro.indices]
-        finite = math.isfinite(float(self._own_loss))
+        finite = all(math.isfinite(float(loss)) for loss in self._own_losses)
         told = cast("list[dict[str, Any]]", self._world.gather({"indices": own, "finite": finite}))
         indices = [i for rank in told for i in rank["indices"]]
         ranks = [rank for rank, said in enumerate(told) if not said["finite"]]
-        if self._scaler is not None:
-            self._scaler.update(self._scaler.get_scale())
+        scaler = self._scalers[index]
+        if scaler is not None:
+            scaler.update(scaler.get_scale())
         for buffer, kept in zip(self._statistics, self._kept, strict=True):
             buffer.copy_(kept)
+        shown = ", ".join(map(str, indices[:16])) + (", ..." if len(indices) > 16 else "")
+        phase = f" of phase {self._phases[index].name}" if len(self._phases) > 1 else ""
+        what = (
+            f"step {step}: found loss {loss} and gradient norm {norm}{phase}, expected finite numbers; "
+            f"first seen on {_name_ranks(ranks)}, samples [{shown}]"
+        )
         if self._options.on_nonfinite == "stop":
-            shown = ", ".join(map(str, indices[:16])) + (", ..." if len(indices) > 16 else "")
-            raise AttentionError(
-                f"step {step}: found loss {loss} and gradient norm {norm}, expected finite numbers; "
-                f"first seen on {_name_ranks(ranks)}, samples [{shown}]; mend the data or set train.on_nonfinite=skip"
-            )
+            raise AttentionError(f"{what}; mend the data or set train.on_nonfinite=skip")
+        return what
 
 
-def _loss(job: Job, data: Any, model: nn.Module) -> Any:
-    return job.loss(model, data)
+def _turns(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Turn, MicroBatch]]:
+    """Each micro-batch with its place in its shard and in the step."""
+    shards = [None, *(micro.shard for micro in micro_batches), None]
+    for place, micro in enumerate(micro_batches, start=1):
+        yield (
+            Turn(
+                shard=micro.shard,
+                opens=shards[place - 1] != micro.shard,
+                closes=shards[place + 1] != micro.shard,
+                last=place == len(micro_batches),
+            ),
+            micro,
+        )
 
 
 def _contribution(
@@ -217,6 +295,12 @@ def _contribution(
 def _wide(value: Tensor) -> Tensor:
     """As float32 at least: a sum over a batch soon leaves fp16's range."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _others(model: nn.Module, phase: Phase, phases: int) -> list[nn.Parameter]:
+    """What has no gradient in a phase: all that its optimizer does not change, where there are several."""
+    own = set(phase.parameters)
+    return [p for p in model.parameters() if p not in own] if phases > 1 else []
 
 
 def _statistics(model: nn.Module) -> list[Tensor]:

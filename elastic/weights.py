@@ -8,6 +8,7 @@ a foreign file is read without running anything in it. What may be missing is th
 
 import hashlib
 import sys
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,6 +32,10 @@ __all__ = [
     "unwrap",
     "weights_sha256",
 ]
+
+
+_KNOWN_NAMES: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
+"""Worked out once for each model: a snapshot asks for them at every step."""
 
 
 # ------------------------------------------------------------------------------------- plain names
@@ -77,6 +82,14 @@ def _wrapped_child(module: nn.Module) -> str | None:
 
 def _plain_name(root: nn.Module, actual: str) -> str:
     """The name without the parts that lead from a wrapper to what it wraps."""
+    known = _KNOWN_NAMES.setdefault(root, {})
+    if actual not in known:
+        # Wrapping a part later gives its tensors other names, so that what is known stays right.
+        known[actual] = _without_wrappers(root, actual)
+    return known[actual]
+
+
+def _without_wrappers(root: nn.Module, actual: str) -> str:
     kept: list[str] = []
     here: nn.Module | None = root
     for part in actual.split("."):
@@ -89,16 +102,27 @@ def _plain_name(root: nn.Module, actual: str) -> str:
 
 # ------------------------------------------------------------------------------- collect and compare
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All tensors of the model's state by plain name: live (they share memory with the model)."""
-    state = module.state_dict()
+    """All tensors of the model's state by plain name: live (they share memory with the model).
+
+    Frozen parameters come as such: a checkpoint keeps them in a file of their own, sent only once.
+    """
+    state = module.state_dict(keep_vars=True)
     found = ((plain, state[actual]) for plain, actual in plain_names(module).items())
-    return {plain: value for plain, value in found if isinstance(value, Tensor)}
+    return {
+        plain: value if _is_frozen(value) else value.detach()
+        for plain, value in found
+        if isinstance(value, Tensor)
+    }
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def model_extra(module: nn.Module) -> dict[str, object]:
     """What the model's state holds beside tensors (`get_extra_state`), by plain name."""
-    state = module.state_dict()
-    found = ((plain, state[actual]) for plain, actual in plain_names(module).items())
+    state = module.state_dict(keep_vars=True)
+    found = ((_plain_name(module, actual), value) for actual, value in state.items())
     return {plain: value for plain, value in found if not isinstance(value, Tensor)}
 
 

@@ -12,14 +12,17 @@ if TYPE_CHECKING:
     from jobs.errors import JobError
     from jobs.job import Job, JobRun, Mean, read_loss
     from jobs.loading import load_job
+    from jobs.sampling import Mixture, Weighted
 
-__all__ = ["Job", "JobError", "JobRun", "Mean", "load_job", "read_loss"]
+__all__ = ["Job", "JobError", "JobRun", "Mean", "Mixture", "Weighted", "load_job", "read_loss"]
 
 _ROOMS = {
     "Job": "jobs.job",
     "JobError": "jobs.errors",
     "JobRun": "jobs.job",
     "Mean": "jobs.job",
+    "Mixture": "jobs.sampling",
+    "Weighted": "jobs.sampling",
     "load_job": "jobs.loading",
     "read_loss": "jobs.job",
 }

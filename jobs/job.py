@@ -26,6 +26,8 @@ from jobs.errors import JobError
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from jobs.sampling import Sampling
+
 logger = logging.getLogger(__name__)
 
 
@@ -143,13 +145,19 @@ class Job(abc.ABC):
         """The phases of a step in order, each a loss with the optimizer of that name; None: `loss`."""
         return None
 
-    def scheduler(self, optimizer: Optimizers, total_steps: int) -> Schedule | None:
-        """A scheduler, stepped after each step; `(scheduler, "epoch")`: after each epoch."""
+    def scheduler(
+        self, optimizer: Optimizers, total_steps: int
+    ) -> Schedule | Mapping[str, Schedule] | None:
+        """A scheduler, stepped after each step; `(scheduler, "epoch")`: after each epoch; several by name."""
         return None
 
     def to_device(self, batch: Any, device: torch.device) -> Any:
         """Move a batch to the device of the rank; keeps the shape of nested containers."""
         return _move(batch, device)
+
+    def sampling(self, dataset: Dataset[Any]) -> Sampling | None:
+        """How often each sample is wanted: Weighted or Mixture; None: in each epoch exactly once."""
+        return None
 
     def fingerprint(self, dataset: Dataset[Any]) -> str | None:
         """A text that differs where the data differs; None: the runner probes length and items."""

@@ -6,8 +6,9 @@ import pytest
 
 from tests.support.fault_proxy import FaultProxy
 from tests.support.object_stores import S3Server, s3_server
+from tests.support.other_stores import azure_server, gcs_server, mini_server, sftp_server
 
-__all__ = ["proxy", "s3_server"]
+__all__ = ["azure_server", "gcs_server", "mini_server", "proxy", "s3_server", "sftp_server"]
 
 
 @pytest.fixture

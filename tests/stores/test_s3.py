@@ -15,7 +15,21 @@ from checkpoints.layout import AgentId, Claim
 from checkpoints.store import Store, open_store
 from tests.stores.contract import CompareAndSetContract, Opener
 from tests.support.fault_proxy import Fault, FaultProxy, Kind
-from tests.support.object_stores import SECRET, S3Server, free_port, s3_options
+from tests.support.object_stores import SECRET, S3Server, s3_options
+from tests.support.other_stores import MiniServer
+from tests.support.servers import free_port
+
+
+class TestSecondS3Store(CompareAndSetContract):
+    """ministack: slower, and its conditions hold for many at once."""
+
+    large_bytes = 40 << 20
+    race_rounds = 5
+
+    @pytest.fixture
+    def open_one(self, mini_server: MiniServer) -> Opener:
+        url = mini_server.url()
+        return lambda: open_store(url, mini_server.options)
 
 
 class TestS3Store(CompareAndSetContract):

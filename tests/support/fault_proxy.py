@@ -31,7 +31,11 @@ class Kind(Enum):
     TRUNCATE = auto()
     """The reply ends too early."""
     DELAY = auto()
-    """It takes longer."""
+    """It takes longer, by the size of what is sent if it is told so."""
+    CUT = auto()
+    """The connection is reset while the request's body is still being sent."""
+    SHIFT = auto()
+    """From some byte on the body arrives one byte early, under the same length."""
 
 
 @dataclass(kw_only=True)
@@ -42,6 +46,10 @@ class Fault:
     method: str | None = None
     contains: str = ""
     """A part of the request's target."""
+    headed: str = ""
+    """A part of the request's headers."""
+    least_bytes: int = 0
+    """How long its body is at least."""
     times: int | None = None
     """How many requests it hits before it is over; None: all."""
     skip: int = 0
@@ -49,13 +57,16 @@ class Fault:
     status: int = 503
     code: str = "SlowDown"
     delay_s: float = 1.0
+    delay_s_per_mb: float = 0.0
     keep_bytes: int = 0
-    """How much of a truncated reply arrives."""
+    """How much arrives of a truncated reply, or of a body that is cut or shifted."""
     hits: int = field(default=0, init=False)
 
-    def takes(self, method: str, target: str) -> bool:
+    def takes(self, method: str, target: str, head: str, length: int) -> bool:
         """Whether it hits this request; counts."""
         if self.method not in {None, method} or self.contains not in target:
+            return False
+        if self.headed not in head or length < self.least_bytes:
             return False
         if self.skip:
             self.skip -= 1
@@ -114,23 +125,32 @@ class FaultProxy:
             if head is None:
                 return
             method, target, version = head[0].decode("latin1").split(" ", 2)
-            fault = self._judge(method, target)
+            headers = dict(_split(line) for line in head[1:])
+            fault = self._judge(method, target, head, int(headers.get(b"content-length", b"0")))
             if fault is not None and fault.kind is Kind.RESET:
                 _reset(client)
                 return
-            headers = dict(_split(line) for line in head[1:])
             if b"expect" in headers:
                 client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if fault is not None and fault.kind is Kind.CUT:
+                reader.read(fault.keep_bytes)
+                _reset(client)
+                return
             body = _read_body(reader, headers)
+            if fault is not None and fault.kind is Kind.SHIFT:
+                at = fault.keep_bytes
+                body = body[:at] + body[at + 1 :] + body[-1:]
             kept = [line for line in head[1:] if _split(line)[0] not in _CLOSING]
             start = f"{method} {target} {version}".encode("latin1")
             lines = [start, *kept, b"Connection: close", b"", b""]
             self._answer(client, method, b"\r\n".join(lines) + body, fault)
 
-    def _judge(self, method: str, target: str) -> Fault | None:
+    def _judge(self, method: str, target: str, head: list[bytes], length: int) -> Fault | None:
+        text = b"\n".join(head).decode("latin1")
         with self._lock:
             self.requests.append((method, target))
-            return next((fault for fault in self.faults if fault.takes(method, target)), None)
+            found = (fault for fault in self.faults if fault.takes(method, target, text, length))
+            return next(found, None)
 
     def _answer(
         self, client: socket.socket, method: str, request: bytes, fault: Fault | None
@@ -143,8 +163,8 @@ class FaultProxy:
             self._ended.wait(60)
             return
         if fault is not None and kind is Kind.DELAY:
-            time.sleep(fault.delay_s)
-        reply = self._ask(request)
+            time.sleep(fault.delay_s + fault.delay_s_per_mb * len(request) / 1e6)
+        reply = self._here(self._ask(request))
         if not reply or kind is Kind.LOSE_REPLY:
             _reset(client)
         elif fault is not None and kind is Kind.TRUNCATE:
@@ -152,6 +172,12 @@ class FaultProxy:
             client.sendall(head + b"\r\n\r\n" + body[: fault.keep_bytes])
         else:
             client.sendall(reply)
+
+    def _here(self, reply: bytes) -> bytes:
+        """The reply with addresses of the server turned into the proxy's."""
+        head, edge, body = reply.partition(b"\r\n\r\n")
+        ours, theirs = (f"127.0.0.1:{port}".encode() for port in (self.port, self._upstream_port))
+        return head.replace(theirs, ours) + edge + body
 
     def _ask(self, request: bytes) -> bytes:
         """The server's whole reply; nothing where it is down."""

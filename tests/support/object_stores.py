@@ -1,12 +1,9 @@
 """A real S3 server for the tests: SeaweedFS on loopback, in a folder of its own, ended by its pid."""
 
-import http.client
 import json
 import os
 import secrets
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -14,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.servers import LOOPBACK, READY_S, Server
 from tests.support.tools import need_tool
 
 KEY = "testkey"
+FRESH_KEY = "freshkey"
+FRESH_SECRET = "Tq20secretFresh"  # noqa: S105  # the server knows both
 SECRET = "Zf83secretQ71"  # noqa: S105  # of a server that lives as long as the tests, on loopback
-READY_S = 60.0
 _GRPC = 10_000  # the server listens there, too, counted from each of its ports
 _PORTS = 4
 
@@ -35,20 +34,14 @@ def s3_options(endpoint: str, **more: object) -> dict[str, object]:
     }
 
 
-class S3Server:
+class S3Server(Server):
     """One SeaweedFS; what it has acknowledged survives `kill` and a new `start`."""
 
-    def __init__(self, folder: Path, program: str) -> None:
-        self.folder = folder
-        self.port = _free_ports()
-        self.bucket = "bucket"
-        self._program = program
-        self._process: subprocess.Popen[bytes] | None = None
+    bucket = "bucket"
 
-    @property
-    def endpoint(self) -> str:
-        """Where it answers."""
-        return f"http://127.0.0.1:{self.port}"
+    def __init__(self, folder: Path, program: str) -> None:
+        super().__init__(folder, port=_free_ports())
+        self._program = program
 
     @property
     def options(self) -> dict[str, object]:
@@ -59,36 +52,19 @@ class S3Server:
         """A URL in its bucket that nobody has used."""
         return f"s3://{self.bucket}/run-{secrets.token_hex(6)}"
 
-    def start(self) -> None:
-        """Start it and return when it answers."""
+    def command(self) -> list[str]:
+        """A server with all its parts in one process."""
         (self.folder / "volume").mkdir(parents=True, exist_ok=True)
         identities = self.folder / "s3.json"
-        credentials = [{"accessKey": KEY, "secretKey": SECRET}]
+        pairs = ((KEY, SECRET), (FRESH_KEY, FRESH_SECRET))
+        credentials = [{"accessKey": key, "secretKey": secret} for key, secret in pairs]
         actions = ["Admin", "Read", "Write", "List", "Tagging"]
         owner = {"name": "t", "credentials": credentials, "actions": actions}
         identities.write_text(json.dumps({"identities": [owner]}))
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [self._program, *self._arguments(identities)],
-                cwd=self.folder,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        deadline = time.monotonic() + READY_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                tail = (self.folder / "log").read_text(errors="replace")[-2000:]
-                self.kill()
-                raise TimeoutError(f"weed on port {self.port} did not get ready:\n{tail}")
-            time.sleep(0.05)
-
-    def _arguments(self, identities: Path) -> list[str]:
-        loopback = "127.0.0.1"
         values: Mapping[str, object] = {
             "dir": self.folder / "volume",
-            "ip": loopback,
-            "ip.bind": loopback,
+            "ip": LOOPBACK,
+            "ip.bind": LOOPBACK,
             "master.port": self.port + 1,
             "master.electionTimeout": "1s",
             "master.heartbeatInterval": "100ms",
@@ -109,17 +85,7 @@ class S3Server:
             "s3.port.lance": 0,
         }
         flags = [f"-{name}={value}" for name, value in values.items()]
-        return ["-logtostderr=true", "server", *flags]
-
-    def _answers(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
-        try:
-            connection.request("GET", "/")
-            return connection.getresponse().status < 500
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return [self._program, "-logtostderr=true", "server", *flags]
 
     def make_bucket(self) -> None:
         """Make the bucket, which a server that has only just come up may refuse for a moment."""
@@ -141,36 +107,22 @@ class S3Server:
                 time.sleep(0.1)
         fs.close_session(fs.loop, fs.s3)
 
-    def kill(self) -> None:
-        """End it at once: TERM takes it more than a minute."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-
 
 def _free_ports() -> int:
     """The first of four neighbours that are free, here and 10,000 above."""
     while True:
         with ExitStack() as stack:
             probe = stack.enter_context(socket.socket())
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((LOOPBACK, 0))
             base = 15_000 + int(probe.getsockname()[1]) % 30_000
             try:
                 for port in range(base, base + _PORTS):
                     for one in (port, port + _GRPC):
                         bound = stack.enter_context(socket.socket())
-                        bound.bind(("127.0.0.1", one))
+                        bound.bind((LOOPBACK, one))
             except OSError:
                 continue
             return base
-
-
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")
@@ -186,4 +138,4 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         server.make_bucket()
         yield server
     finally:
-        server.kill()
+        server.stop()

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -17,6 +18,11 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from elastic.ranks import Place
 from elastic.world import World, start_world
+
+_NOTE = re.compile(
+    r"INFO elastic\.saving: checkpoint\.tier\.memory: every \S+ \S+ now: a save costs "
+    r"|INFO elastic\.keeping: /dev/shm/\S+: its run is over; removed$"
+)
 
 
 @dataclass
@@ -90,6 +96,9 @@ class Ended:
     code: int | None
     out: str
     err: str
+    """Without the notes."""
+    notes: tuple[str, ...] = ()
+    """Lines that depend on this machine's pace, and on what others left in its memory."""
 
 
 def run_alone(
@@ -111,7 +120,13 @@ def run_alone(
         code = process.exitcode
         process.close()
         out, err = (Path(folder, name).read_text(encoding="utf-8") for name in ("out", "err"))
-    return Ended(code=code, out=out, err=err)
+    lines = err.splitlines(keepends=True)
+    return Ended(
+        code=code,
+        out=out,
+        err="".join(line for line in lines if not _NOTE.match(line)),
+        notes=tuple(line for line in lines if _NOTE.match(line)),
+    )
 
 
 def _alone(body: Callable[..., Any], arguments: Any, folder: str, environ: dict[str, str]) -> None:

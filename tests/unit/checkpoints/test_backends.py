@@ -70,7 +70,7 @@ ERRORS: list[tuple[Exception, Verdict]] = [
     (caused(FileNotFoundError("x"), ClientError("NoSuchKey", 404)), Verdict.MISSING),
     (caused(FileNotFoundError("x"), ClientError("404", 404)), Verdict.MISSING),
     (caused(PermissionError("x"), ClientError("SignatureDoesNotMatch", 403)), Verdict.PERMANENT),
-    (caused(PermissionError("x"), ClientError("ExpiredToken", 400)), Verdict.PERMANENT),
+    (caused(PermissionError("x"), ClientError("ExpiredToken", 400)), Verdict.EXPIRED),
     (caused(OSError(errno.EINVAL, "x"), ClientError("InvalidArgument", 400)), Verdict.PERMANENT),
     (EndpointConnectionError("x"), Verdict.TRANSIENT),
     (caused(ClientPayloadError("x"), ContentLengthError("400")), Verdict.TRANSIENT),

@@ -12,6 +12,7 @@ import pytest
 from checkpoints import commands
 from checkpoints.layout import CheckpointName
 from checkpoints.manager import CheckpointManager
+from checkpoints.question import read_option
 from checkpoints.store import Store, open_store
 from tests.support.states import name, state
 
@@ -189,10 +190,18 @@ def test_verify_finds_damage_of_each_file(
         (["ls"], "the following arguments are required: URL"),
         (["lst", "URL"], "invalid choice: 'lst'"),
         ([], "the following arguments are required: COMMAND"),
-        (["prune", "URL", "--keep", "3"], "prune: not yet served"),
-        (["sweep", "URL"], "sweep: not yet served"),
-        (["export", "URL", "to"], "export: not yet served"),
-        (["copy", "URL", "to"], "copy: not yet served"),
+        (["prune", "URL"], "the following arguments are required: --keep"),
+        (["prune", "URL", "--keep", "0"], "--keep: found 0, expected at least 1"),
+        (["prune", "URL@10", "--keep", "1"], "found one checkpoint, but prune is of a whole run"),
+        (["prune", "/nothing/here", "--keep", "1"], "no run and no checkpoint is there"),
+        (["sweep", "/nothing/here"], "no run and no checkpoint is there"),
+        (["sweep", "URL@latest"], "found one checkpoint, but sweep is of a whole run"),
+        (["export", "URL@11", "/nothing/there"], "no checkpoint '11'"),
+        (["export", "URL", "/nothing/"], "found no file name at its end"),
+        (["export", "URL", "to", "--key", "ema"], "holds no tensors of 'ema', but of model"),
+        (["export", "URL", "to", "--to-option", "x"], "--to-option: found 'x'"),
+        (["copy", "URL", "URL"], "found the same URL twice"),
+        (["copy", "/nothing/here", "/nothing/there"], "no run and no checkpoint is there"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -217,7 +226,7 @@ def test_a_run_without_checkpoints_is_no_error(
 
 
 def test_options_go_to_the_file_system_as_they_are_meant() -> None:
-    read = commands._read_option
+    read = read_option
     assert read("anon=true") == ("anon", True)
     assert read("endpoint_url=http://h:1/?a=b") == ("endpoint_url", "http://h:1/?a=b")
     assert read("client_kwargs.region_name=eu") == ("client_kwargs", {"region_name": "eu"})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints.backend_fsspec import MemoryBackend
+from checkpoints.backend_memory import MemoryBackend
 from checkpoints.errors import StoreFullError, TransientStoreError
 from checkpoints.journal import Journal, read_audit, read_events
 from checkpoints.layout import new_token

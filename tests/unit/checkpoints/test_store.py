@@ -109,7 +109,7 @@ def test_c53_secrets_are_in_no_message_and_in_no_chained_error(
     refused = PermissionError(errno.EACCES, f"{secret} is not allowed")
     backend = Moody(tmp_path, said, refused)
     url = f"sftp://me:{secret}@host/run"
-    store = Store(url, backend, secrets=frozenset({secret}), sleep=lambda _: None)
+    store = Store(url, backend, sleep=lambda _: None)
     with caplog.at_level(logging.DEBUG), pytest.raises(PermanentStoreError) as caught:
         store.put_new("x", b"token")
     assert store.display_url == "sftp://host/run"

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from checkpoints import reader, writer
+from checkpoints import parts, reader, writer
 from checkpoints.buffers import Buffers, Snapshot
 from checkpoints.errors import (
     CheckpointError,
@@ -111,7 +111,7 @@ def test_only_the_keys_that_are_wanted_are_read(store: Store) -> None:
 def test_many_small_tensors_across_the_borders_of_ranges_return(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "READ_BYTES", 64)
+    monkeypatch.setattr(parts, "READ_BYTES", 64)
     tree: dict[str, object] = {
         "model": {f"t{i}": torch.randn(i % 7, dtype=torch.float64) for i in range(50)}
         | {"bytes": torch.arange(100, dtype=torch.uint8), "none": torch.ones(0, 3)}
@@ -124,7 +124,7 @@ def test_many_small_tensors_across_the_borders_of_ranges_return(
 def test_no_range_that_is_read_is_larger_than_the_bound(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "READ_BYTES", 1 << 16)
+    monkeypatch.setattr(parts, "READ_BYTES", 1 << 16)
     lengths = []
     readinto = Store.readinto
 

@@ -91,6 +91,7 @@ def step(run: Run, agreed: Agreed | None = None) -> None:
 
 
 def saved(run: Run) -> list[int]:
+    run.drain(60)  # what was begun is made beside the training
     return [name.step for name in run.manager.names()]
 
 
@@ -144,7 +145,9 @@ def leaves_where_another_was_told(url: str) -> None:
 
 
 def keeps_the_best_through_a_failing_store(url: str) -> None:
-    run = open_run(url)
+    run = open_run(
+        "memory://" + url.strip("/")
+    )  # saved in this process, where it can be made to fail
     run.keep_best = 1
     real = Store.put
 
@@ -167,6 +170,27 @@ def keeps_the_best_through_a_failing_store(url: str) -> None:
     judge(4.0)
     assert saved(run) == [3, 1]
     assert run.manager.info(run.manager.names()[0]).info["best"] == first
+    run.close()
+
+
+def forgets_a_best_that_the_writer_did_not_save(url: str) -> None:
+    run = open_run(url)
+    run.keep_best = 1
+    for outcome in ("failed", "replaced", "dropped"):
+        run.count(1, loss=0.5, values={})
+        score = {"score": -float(run.step)}
+        run.progress.judge(score, monitor="score", mode="min", keep_best=1)
+        run.save()
+        assert saved(run)[0] == run.step
+        best = run.progress.best
+        assert best is not None
+        assert best.checkpoint == f"000001-{run.step:012}"
+        told = {"op": outcome, "name": best.checkpoint, "error": "busy"}
+        run.note_saved({**told, "final": False})
+        if outcome == "failed":
+            assert best.checkpoint is not None  # the writer tries again
+        run.note_saved({**told, "final": True})
+        assert best.checkpoint is None
     run.close()
 
 
@@ -216,6 +240,7 @@ def refuses_what_comes_too_early(url: str) -> None:
         ends_where_it_was_overtaken,
         leaves_where_another_was_told,
         keeps_the_best_through_a_failing_store,
+        forgets_a_best_that_the_writer_did_not_save,
         puts_a_save_off_where_the_audit_does_not_go,
         refuses_what_comes_too_early,
     ],

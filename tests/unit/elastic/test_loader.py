@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from elastic.draws import draws_of
 from elastic.errors import StartError
 from elastic.loader import Loader, StepBatch, count_samples
 from elastic.options import LoaderOptions
 from elastic.sampler import Plan
+from jobs.sampling import Weighted
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -234,6 +236,22 @@ def _mixed(samples: list[tuple[Any, ...]]) -> tuple[list[int], float]:
     return [sample[0] for sample in samples], random.random()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_drawn_twice_is_audited_as_it_is_and_drawn_for_anew(workers: int) -> None:
+    found: list[list[tuple[float, ...]]] = []
+    draws = draws_of(6, Weighted([1, 2, 3, 4, 5, 0], 40))
+    for shards in (1, 2):
+        found.append([])
+        for rank in range(shards):
+            plan = Plan(n=6, global_batch_size=8, shards=shards, draws=draws)
+            reader = Loader(Drawing(6), plan, rank=rank, options=LoaderOptions(workers=workers))
+            found[-1] += rows(reader.epoch(0))
+            reader.close()
+    assert sorted(found[0]) == sorted(found[1])
+    assert len(set(found[0])) == 40
+    assert {row[0] for row in found[0]} == {0, 1, 2, 3, 4}
+
+
 # ------------------------------------------------------------------------------------------- the main process
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_main_random_state_stays_as_it_was(workers: int) -> None:
@@ -415,6 +433,16 @@ class Endless(IterableDataset[int]):
         return iter(range(4))
 
 
+class Both(Endless):
+    """Iterates, and can be asked for any sample, as some streaming datasets can."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return 10 * index
+
+
 class Unsized(Dataset[int]):
     """Tells no length."""
 
@@ -425,7 +453,7 @@ class Unsized(Dataset[int]):
 @pytest.mark.parametrize(
     ("dataset", "text"),
     [
-        (Endless(), "dataset: found Endless, which only iterates, expected a map-style dataset, with __len__ and __getitem__(index)"),
+        (Endless(), "dataset: found Endless, which only iterates, expected a map-style dataset, with __len__ and __getitem__(index); index what it reads, as docs/data.md shows under Streams"),
         (Unsized(), "dataset: found Unsized without a length, expected __len__"),
         (Drawing(0), "dataset: found Drawing with no samples, expected at least 1"),
     ],
@@ -438,6 +466,13 @@ def test_a_dataset_that_cannot_be_asked_for_any_sample_is_refused(
     assert str(caught.value) == text
     with pytest.raises(StartError):
         Loader(dataset, Plan(n=4, global_batch_size=2), rank=0)
+
+
+def test_an_iterable_dataset_that_can_be_indexed_is_read_so() -> None:
+    reader = loader(4, 4, dataset=Both(), workers=1)
+    (batch,) = reader.epoch(0)
+    assert batch.micro_batches[0].data.tolist() == [10 * i for i in reader.plan.indices(0, 0, 0)]
+    reader.close()
 
 
 def test_a_dataset_of_another_length_than_the_plans_is_refused() -> None:

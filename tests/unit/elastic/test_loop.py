@@ -258,8 +258,8 @@ def test_frozen_norm_stays_frozen_through_evaluations(tmp_path: Path) -> None:
         (
             "Here:TwoOptimizers",
             "train.epochs=1",
-            "error: TwoOptimizers.optimizer: found dict, expected one torch Optimizer; several are not "
-            "yet served by this version\n",
+            "error: TwoOptimizers.optimizer: found {one}, expected one optimizer, or losses() with a loss "
+            "for each of these names\n",
         ),
         (
             "Here:Tuple",

@@ -149,7 +149,7 @@ def other_seed(url: str) -> None:
         (two_steps, 1, "error: run.step: found no batch taken from run.loader, expected one"),
         (attach_first, 2, "error: run.attach: found no loader, expected run.loader(...) before it"),
         (batch_size, 2, "error: loader: found shuffle, expected none: the global batch and the position decide it"),
-        (endless, 2, "error: dataset: found list_iterator, which only iterates, expected a map-style dataset, with __len__ and __getitem__(index)"),
+        (endless, 2, "error: dataset: found list_iterator, which only iterates, expected a map-style dataset, with __len__ and __getitem__(index); index what it reads, as docs/data.md shows under Streams"),
         (empty, 2, "error: dataset: found TensorDataset with no samples, expected at least 1"),
         (bad_interval, 2, "error: elastic.start: found 'now and then', expected 500 steps, 10 min, 1 epoch or off"),
         (bad_option, 2, "error: elastic.start: CheckpointOptions.__init__() got an unexpected keyword argument 'keeps'"),

@@ -7,19 +7,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic.reduce import CONTROL_SLOTS, Reducer, forward_reads_buffers
+from elastic.reduce import PlainReducer, Turn, forward_reads_buffers, frozen
 from elastic.world import World
 from tests.support.ranked import run_ranks, world_of
 
 
 class Net(nn.Module):
-    """Two layers, one of them not always used, and an attribute that a loss may ask for."""
+    """Two layers, one of them not always used, and a method that a loss may ask for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(2, 1, bias=False)
         self.spare = nn.Linear(2, 1, bias=False)
-        self.width = 2
         nn.init.ones_(self.first.weight)
         nn.init.ones_(self.spare.weight)
 
@@ -36,21 +35,16 @@ def gradient(net: Net) -> Any:
     return None if found is None else found.tolist()
 
 
-def numbers(*values: float) -> Tensor:
-    return torch.tensor([*values, *[0.0] * (CONTROL_SLOTS - len(values))])
+def forward(reducer: PlainReducer, x: Tensor, **kwargs: Any) -> Tensor:
+    found: Tensor = reducer.forward(lambda model: model(x, **kwargs).sum())
+    return found
 
 
-class Through:
-    """The model as a loss calls it, each call by the reducer's forward."""
+def penalised(model: Any, x: Tensor) -> tuple[Tensor, int]:
+    return model.penalty() + model.spare(x).sum(), 7
 
-    def __init__(self, reducer: Reducer) -> None:
-        self.reducer = reducer
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.reducer.forward(lambda model: model(*args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.reducer.model, name)
+LAST, FIRST = Turn(shard=0), Turn(shard=0, closes=False, last=False)
 
 
 def exercise(world: World) -> dict[str, Any]:
@@ -60,62 +54,85 @@ def exercise(world: World) -> dict[str, Any]:
     net = Net()
     if rank:
         nn.init.zeros_(net.first.weight)  # the primary's weights are everybody's
-    reducer = Reducer(net, world, compiled=None, find_unused=False)
-    model = Through(reducer)
+    reducer = PlainReducer(net, world, compiled=None, find_unused=False)
     found["weights"] = net.first.weight.tolist()
-    found["attributes"] = (model.width, float(model.penalty().detach()))
-    found["parameters"] = [name for name, _ in model.named_parameters()], len([*model.parameters()])
+    found["model"] = reducer.model is net
     mine = torch.full((1, 2), rank + 1.0)
 
-    reducer.start_step()
-    reducer.backward(model(mine).sum(), numbers(2.0**24 - 1, 0.0, rank, 1.0))
-    found["sum"] = (gradient(net), reducer.summed()[:5])
+    reducer.begin(0, [0.0, rank, 1.0])
+    with reducer.turn(LAST):
+        reducer.backward(forward(reducer, mine), loss=2.0**24 - 1, count=4097.0)
+    totals = reducer.finish()
+    found["sum"] = (gradient(net), totals.loss, totals.count, totals.flags)
 
     net.zero_grad(set_to_none=True)
-    reducer.start_step()
-    with reducer.accumulate(last=False):
-        reducer.backward(model(mine).sum(), None)
-    with reducer.accumulate(last=True):
-        reducer.backward(model(10 * mine).sum(), numbers(1.0))
-    found["accumulated"] = (gradient(net), reducer.summed()[:2])
+    reducer.begin(0, [])
+    with reducer.turn(FIRST):
+        reducer.backward(forward(reducer, mine), loss=torch.tensor(0.5), count=torch.tensor(2))
+    with reducer.turn(LAST):
+        reducer.backward(forward(reducer, 10 * mine), loss=torch.tensor(0.5), count=torch.tensor(3))
+    totals = reducer.finish()
+    found["accumulated"] = (gradient(net), totals.loss, totals.count)
 
     net.zero_grad(set_to_none=True)
-    reducer.start_step()
-    spoiled = model(mine).sum() * (math.nan if rank == world.world_size - 1 else 1.0)
-    reducer.backward(spoiled, numbers(spoiled.item(), 7.0, 2.0**20))
-    found["nan"] = [str(value) for value in reducer.summed()[:3]]
+    reducer.begin(0, [2.0**20])
+    with reducer.turn(LAST):
+        spoiled = forward(reducer, mine) * (math.nan if rank == world.world_size - 1 else 1.0)
+        reducer.backward(spoiled, loss=spoiled.item(), count=7.0)
+    totals = reducer.finish()
+    found["nan"] = [str(totals.loss), totals.count, totals.flags]
 
     net.zero_grad(set_to_none=True)
-    reducer.start_step()
-    first = model(mine).sum()
-    reducer.backward(first + model(mine).sum(), numbers(3.0))
-    found["two forwards"] = (gradient(net), reducer.summed()[0])
-
-    def in_parts(model: Any) -> Any:
-        return model.first(mine).sum() + model.spare(mine).sum() + model.penalty()
+    reducer.begin(0, [])
+    with reducer.turn(LAST):
+        twice = reducer.forward(lambda model: model(mine).sum() + model(mine).sum())
+        reducer.backward(twice, loss=3.0, count=1.0)
+    found["two forwards"] = (gradient(net), reducer.finish().loss)
 
     net.zero_grad(set_to_none=True)
-    reducer.start_step()
-    parts = reducer.forward(in_parts)
-    reducer.backward(parts, numbers(4.0))
-    found["parts"] = (gradient(net), reducer.summed()[0])
+    reducer.begin(0, [])
+    with reducer.turn(LAST):
+        parts: Any = reducer.forward(lambda model: penalised(model, mine))
+        reducer.backward(parts[0], loss=3.0, count=1.0)
+    found["parts"] = (gradient(net), reducer.finish().loss, parts[1])
     found["unused"] = exercise_unused(world)
+    found["phases"] = exercise_phases(world)
     found["codes"], found["own statistics"] = send_buffers(world)
     return found
 
 
 def exercise_unused(world: World) -> Any:
     net = Net()
-    reducer = Reducer(net, world, compiled=None, find_unused=True)
-    model = Through(reducer)
+    reducer = PlainReducer(net, world, compiled=None, find_unused=True)
     results = []
     for spare in (False, True):
         net.zero_grad(set_to_none=True)
-        reducer.start_step()
-        loss = model(torch.full((1, 2), world.rank + 1.0), spare=spare).sum()
-        reducer.backward(loss, numbers(1.0))
-        results.append((gradient(net), reducer.summed()[0]))
+        reducer.begin(0, [])
+        with reducer.turn(LAST):
+            x = torch.full((1, 2), world.rank + 1.0)
+            loss = forward(reducer, x, spare=spare)
+            reducer.backward(loss, loss=1.0, count=1.0)
+        results.append((gradient(net), reducer.finish().loss))
     return results
+
+
+def exercise_phases(world: World) -> Any:
+    """Two phases over one loss: each gives its own parameters a gradient and the other's none."""
+    net = Net()
+    parts = [list(net.first.parameters()), list(net.spare.parameters())]
+    reducer = PlainReducer(net, world, compiled=None, find_unused=False, phases=parts)
+    found = []
+    for _ in range(2):
+        for phase, other in ((0, 1), (1, 0)):
+            net.zero_grad(set_to_none=True)
+            reducer.begin(phase, [1.0])
+            with frozen(parts[other]), reducer.turn(LAST):
+                loss = forward(reducer, torch.full((1, 2), world.rank + 1.0))
+                reducer.backward(loss, loss=1.0 + phase, count=1.0)
+            totals = reducer.finish()
+            grads = [None if p.grad is None else p.grad.tolist() for p in net.parameters()]
+            found.append((grads, totals.loss, totals.flags))
+    return found
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -136,12 +153,10 @@ def test_weights_are_the_primarys(worlds: list[dict[str, Any]]) -> None:
     assert worlds[0]["weights"] == [[1.0, 1.0]]
 
 
-def test_wrapped_model_has_the_plain_ones_attributes(worlds: list[dict[str, Any]]) -> None:
-    assert worlds[0]["attributes"] == (2, 2.0)
-
-
-def test_loss_sees_the_plain_models_parameters_and_no_more(worlds: list[dict[str, Any]]) -> None:
-    assert worlds[0]["parameters"] == (["first.weight", "spare.weight"], 2)
+def test_loss_is_given_the_plain_model_and_may_use_its_parts(worlds: list[dict[str, Any]]) -> None:
+    size = float(len(worlds))
+    assert worlds[0]["model"]
+    assert worlds[0]["parts"] == ([[size, size]], 3.0 * size, 7)
 
 
 def test_gradients_and_control_numbers_are_summed_and_never_divided(
@@ -149,32 +164,26 @@ def test_gradients_and_control_numbers_are_summed_and_never_divided(
 ) -> None:
     size = len(worlds)
     total = sum(range(1, size + 1))
-    found, control = worlds[0]["sum"]
+    found, loss, count, flags = worlds[0]["sum"]
     assert found == [[total, total]]
+    assert count == 4097 * size
+    assert flags == (0.0, total - size, size)
     # A sum beyond 2**24 is rounded; each rank's own number never is.
-    assert control[1:] == [0.0, total - size, size, 0.0]
     if size == 1:
-        assert control[0] == 2**24 - 1
-
-
-def test_loss_may_use_parts_and_methods_of_the_model(worlds: list[dict[str, Any]]) -> None:
-    size = len(worlds)
-    total = (
-        sum(range(1, size + 1)) + size
-    )  # of the layer's input, and 1 of the penalty from each rank
-    assert worlds[0]["parts"] == ([[total, total]], 4.0 * size)
+        assert loss == 2**24 - 1
 
 
 def test_micro_batches_add_up_and_are_sent_once(worlds: list[dict[str, Any]]) -> None:
-    total = 11 * sum(range(1, len(worlds) + 1))
-    assert worlds[0]["accumulated"] == ([[total, total]], [float(len(worlds)), 0.0])
+    size = len(worlds)
+    total = 11 * sum(range(1, size + 1))
+    assert worlds[0]["accumulated"] == ([[total, total]], size, 5 * size)
 
 
 def test_loss_that_is_not_finite_leaves_the_other_numbers_exact(
     worlds: list[dict[str, Any]],
 ) -> None:
     size = len(worlds)
-    assert worlds[0]["nan"] == ["nan", str(7.0 * size), str(2.0**20 * size)]
+    assert worlds[0]["nan"] == ["nan", 7 * size, (2.0**20 * size,)]
 
 
 def test_model_may_be_called_twice_in_a_step(worlds: list[dict[str, Any]]) -> None:
@@ -188,24 +197,34 @@ def test_parameters_that_a_step_does_not_use_are_found(worlds: list[dict[str, An
     assert worlds[0]["unused"] == [([[total, total]], float(len(worlds)))] * 2
 
 
+def test_each_phase_sums_its_own_parameters_and_no_others(worlds: list[dict[str, Any]]) -> None:
+    size = len(worlds)
+    total = [[float(sum(range(1, size + 1)))] * 2]
+    first = ([total, None], 1.0 * size, (float(size),))
+    second = ([None, total], 2.0 * size, (float(size),))
+    assert worlds[0]["phases"] == [first, second] * 2
+
+
 def test_control_numbers_before_a_backward_are_refused(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     with world_of(0, 1, tmp_path_factory.mktemp("alone")) as world:
         net = Net()
-        reducer = Reducer(net, world, compiled=None, find_unused=False)
+        reducer = PlainReducer(net, world, compiled=None, find_unused=False)
         assert reducer.model is net
-        message = "^no control numbers yet: found none, expected a backward with control$"
+        message = "^no numbers yet: found none, expected a backward of the last turn$"
+        reducer.begin(0, [])
         with pytest.raises(ValueError, match=message):
-            reducer.summed()
-        reducer.backward(net(torch.ones(1, 2)).sum(), numbers(5.0))
-        assert reducer.summed()[0] == 5.0
-        reducer.start_step()
+            reducer.finish()
+        with reducer.turn(LAST):
+            reducer.backward(forward(reducer, torch.ones(1, 2)), loss=5.0, count=1.0)
+        assert reducer.finish().loss == 5.0
+        reducer.begin(0, [])
         with pytest.raises(ValueError, match=message):
-            reducer.summed()
+            reducer.finish()
 
 
-def frozen() -> nn.Module:
+def frozen_norm() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].eval()
     return model
@@ -225,7 +244,7 @@ class Codebook(nn.Module):
         (nn.Sequential(nn.Conv2d(1, 2, 3), nn.SyncBatchNorm(2)), False),
         (nn.InstanceNorm1d(2, track_running_stats=True), False),
         (nn.BatchNorm1d(2, track_running_stats=False), False),
-        (frozen(), True),
+        (frozen_norm(), True),
         (nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), True),
         (nn.Sequential(nn.BatchNorm1d(2), Codebook()), True),
     ],
@@ -243,12 +262,13 @@ def send_buffers(world: World) -> Any:
         net.add_module("extra", module)
         if isinstance(module, Codebook):
             module.forward = lambda x: x
-        reducer = Reducer(net, world, compiled=None, find_unused=False)
+        reducer = PlainReducer(net, world, compiled=None, find_unused=False)
         buffer = next(iter(module.buffers()))
         buffer.fill_(world.rank + 1.0)
-        reducer.start_step()
-        loss = reducer.forward(lambda m: m(torch.tensor([[1.0], [2.0]]) * (world.rank + 1))).sum()
-        reducer.backward(loss, numbers(1.0))
+        reducer.begin(0, [])
+        with reducer.turn(LAST):
+            loss = forward(reducer, torch.tensor([[1.0], [2.0]]) * (world.rank + 1))
+            reducer.backward(loss, loss=1.0, count=1.0)
         found.append(buffer.tolist())
     return found
 

@@ -1,6 +1,5 @@
-"""The second half of a start: which run, which generation, which state."""
+"""The second half of a start: which run, which generation, the word that it began."""
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ from torch import nn
 
 from checkpoints.generations import read_claims, read_started
 from checkpoints.layout import AgentId, CheckpointName, Claim, claim_name
-from checkpoints.manager import CheckpointManager
 from checkpoints.store import Store, open_store
 from elastic import resume
-from elastic.errors import ElasticError, OverruledError, StartError
+from elastic.errors import OverruledError, StartError
+from elastic.finding import Found
 from elastic.monitor import Fault
 from elastic.world import World
-from tests.support.ranked import run_ranks, world_of
-from tests.support.states import name, same, state
+from tests.support.ranked import world_of
 
 
 def agent(number: int) -> AgentId:
@@ -120,7 +118,7 @@ def test_world_of_an_older_launch_is_overruled(world: World, store: Store) -> No
 def test_started_is_written_behind_the_fence(world: World, store: Store) -> None:
     claim_next(world, store, 1)
     mine = claim_next(world, store, 1)
-    found = resume.Found(name=CheckpointName(1, 8), tree={})
+    found = Found(name=CheckpointName(1, 8), tree={})
     resume.say_started(store, mine, found=found, source="store", step=8, position=(1, 4))
     (started,) = read_started(store)
     assert (started.generation, started.parent) == (2, "000001-000000000008")
@@ -129,90 +127,6 @@ def test_started_is_written_behind_the_fence(world: World, store: Store) -> None
     claim_next(world, store, 2)
     with pytest.raises(OverruledError, match="generation 3 is superseded"):
         resume.say_started(store, late, found=found, source="store", step=8, position=(1, 4))
-
-
-# --------------------------------------------------------------------------------- the newest state
-def save(store: Store, *steps: int) -> None:
-    manager = CheckpointManager(store, keep=9)
-    for step in steps:
-        snapshot = manager.stage(
-            state(step), name=name(step), parent=None, run_id="r", info={"step": step}
-        )
-        manager.commit(snapshot)
-    manager.close()
-
-
-def damage(folder: Path, step: int) -> None:
-    path = folder / name(step).folder / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def test_nothing_is_found_at_a_fresh_start(world: World, store: Store) -> None:
-    manager = CheckpointManager(store)
-    assert resume.find_state(world, manager) == resume.Found(name=None, tree=None)
-    manager.close()
-
-
-def test_older_checkpoint_is_taken_where_newer_ones_are_damaged(
-    world: World, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(store, 4, 8, 12)
-    damage(tmp_path / "run", 12)
-    (tmp_path / "run" / name(8).folder / "state.json").unlink()
-    manager = CheckpointManager(store)
-    with caplog.at_level(logging.ERROR, "elastic"):
-        found = resume.find_state(world, manager)
-    manager.close()
-    assert found.name == name(4)
-    assert same(dict(found.tree or {}), state(4))
-    assert [text.partition(":")[0] for text in found.damaged] == [str(name(12)), str(name(8))]
-    assert "model.safetensors" in found.damaged[0]
-    assert [message.partition(" is damaged")[0] for message in caplog.messages] == [
-        f"checkpoint {name(12)}",
-        f"checkpoint {name(8)}",
-    ]
-
-
-def find_with_views(world: World, views: list[str]) -> tuple[str, float]:
-    """Each rank reads another folder: what rank 0 sees need not be there for rank 1."""
-    manager = CheckpointManager(open_store(views[world.rank]))
-    found = resume.find_state(world, manager)
-    manager.close()
-    assert found.tree is not None
-    weight = found.tree["model"]["net.weight"]
-    return str(found.name), float(weight[0, 0])
-
-
-def differ(world: World) -> str:
-    with pytest.raises(ElasticError) as found:
-        resume.compare_replicas(world, "aa" if world.rank != 1 else "bb")
-    resume.compare_replicas(world, "aa")
-    return str(found.value)
-
-
-def ranks_find(world: World, folder: str) -> dict[str, Any]:
-    whole, behind, flipped = (f"{folder}/{kind}" for kind in ("whole", "behind", "flipped"))
-    return {
-        "behind": find_with_views(world, [whole, behind]),
-        "flipped": find_with_views(world, [whole, flipped]),
-        "differ": differ(world),
-    }
-
-
-def test_c24_which_checkpoint_is_used_is_decided_once_for_all_ranks(tmp_path: Path) -> None:
-    for kind, steps in [("whole", (4, 8)), ("behind", (4,)), ("flipped", (4, 8))]:
-        save(open_store(str(tmp_path / kind)), *steps)
-    damage(tmp_path / "flipped", 8)
-    one, other = run_ranks(2, ranks_find, str(tmp_path))
-    assert one == other
-    # Rank 1 does not see the newest, or reads a flipped bit in it: nobody uses it.
-    assert one["behind"] == one["flipped"] == (str(name(4)), 4.0)
-    assert one["differ"] == (
-        "after the restore rank 1 holds another state than rank 0 (digest bb against aa); its memory "
-        "or its disk may be faulty"
-    )
 
 
 # --------------------------------------------------------------------------------------- init_from

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from elastic.errors import ConfigError, StartError
 from elastic.sampler import ElasticSampler, Plan, epoch_order, part, steps_in_epoch
+from jobs.sampling import Weighted
 
 
 class Data(Dataset[int]):
@@ -76,11 +77,15 @@ def test_the_order_is_that_of_torchs_distributed_sampler(n: int) -> None:
         assert epoch_order(n, seed, epoch).tolist() == list(theirs)
 
 
-def test_another_order_is_not_yet_served() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^train\.order: not yet served by this version \(found feistel\)"
+def test_an_order_that_is_none_is_refused() -> None:
+    for make in (
+        lambda: epoch_order(4, 0, 0, "other"),
+        lambda: Plan(n=4, global_batch_size=2, order="other"),
     ):
-        epoch_order(4, 0, 0, "feistel")
+        with pytest.raises(
+            ConfigError, match=r"^order: found other, expected one of auto, torch, feistel$"
+        ):
+            make()
 
 
 # ------------------------------------------------------------------------------------------- plan
@@ -168,10 +173,11 @@ def test_a_part_is_cut_into_micro_batches() -> None:
 
 def test_the_order_of_one_epoch_is_kept() -> None:
     plan = Plan(n=100, global_batch_size=10)
-    assert plan.order_of(0) is plan.order_of(0)
-    first = plan.order_of(0)
-    plan.order_of(1)
-    assert plan.order_of(0) is not first
+    first = plan._epoch(0)
+    assert plan._epoch(0) is first
+    plan._epoch(1)
+    assert list(plan._epochs) == [1]
+    assert plan._epoch(0) is not first
     assert pickle.loads(pickle.dumps(plan)) == plan  # noqa: S301 (its own)
 
 
@@ -205,20 +211,22 @@ def test_a_step_that_the_epoch_does_not_have_is_no_step() -> None:
     batch=st.integers(1, 40),
     seed=st.integers(0, 2**63 - 1),
     micro=st.one_of(st.none(), st.integers(1, 9)),
+    order=st.sampled_from(["auto", "feistel"]),
     data=st.data(),
 )
 def test_every_history_of_worlds_takes_each_sample_exactly_once(
-    n: int, batch: int, seed: int, micro: int | None, data: st.DataObject
+    n: int, batch: int, seed: int, micro: int | None, order: str, data: st.DataObject
 ) -> None:
     for epoch in range(2):
         position, taken, sizes = 0, Counter[int](), []
-        undisturbed = sets(Plan(n=n, global_batch_size=batch, seed=seed), epoch)
+        undisturbed = sets(Plan(n=n, global_batch_size=batch, seed=seed, order=order), epoch)
         while position < n:
             plan = Plan(
                 n=n,
                 global_batch_size=batch,
                 seed=seed,
                 micro_batch_size=micro,
+                order=order,
                 shards=data.draw(st.integers(1, 12), label="world size"),
             )
             first = plan.step_at(position)
@@ -336,17 +344,22 @@ def test_a_position_inside_a_step_leaves_its_rest() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(n=st.integers(1, 80), batch=st.one_of(st.none(), st.integers(1, 30)), data=st.data())
+@given(
+    n=st.integers(1, 80),
+    batch=st.one_of(st.none(), st.integers(1, 30)),
+    order=st.sampled_from(["auto", "feistel"]),
+    data=st.data(),
+)
 def test_the_elastic_sampler_takes_each_sample_once_in_every_history(
-    n: int, batch: int | None, data: st.DataObject
+    n: int, batch: int | None, order: str, data: st.DataObject
 ) -> None:
-    state: dict[str, int | bool] | None = None
+    state: dict[str, object] | None = None
     for epoch in range(2):
         taken: list[int] = []
         while True:
             world = data.draw(st.integers(1, 7), label="world size")
             samplers = [
-                ElasticSampler(range(n), world, rank, seed=9, global_batch_size=batch)
+                ElasticSampler(range(n), world, rank, seed=9, global_batch_size=batch, order=order)
                 for rank in range(world)
             ]
             for sampler in samplers:
@@ -360,7 +373,7 @@ def test_the_elastic_sampler_takes_each_sample_once_in_every_history(
             # Some steps are trained on; what was read beyond them is read again.
             step = batch or world * data.draw(st.integers(1, 5), label="batch of a rank")
             count = min(n - position, step * data.draw(st.integers(1, 6), label="steps"))
-            expected = epoch_order(n, 9, epoch)[position : position + count].tolist()
+            expected = epoch_order(n, 9, epoch, order)[position : position + count].tolist()
             if batch is None:
                 turns = [
                     i for turn in range(n) for indices in left for i in indices[turn : turn + 1]
@@ -431,6 +444,7 @@ def test_an_advance_that_cannot_be_is_refused(samples: int | None, text: str) ->
         ({"samples": 13}, "samples: found 12 here and 13 in the state, expected no change"),
         ({"seed": 1}, "seed: found 0 here and 1 in the state"),
         ({"shuffle": False}, "shuffle: found True here and False in the state"),
+        ({"order": "feistel"}, "order: found torch here and feistel in the state"),
         ({"epoch": -1}, "epoch: found -1 in the state, expected 0 or more"),
         ({"epoch": "0"}, "epoch: found '0' in the state, expected 0 or more"),
         ({"position": 13}, "position: found 13 in the state, expected 0 to 12"),
@@ -442,3 +456,35 @@ def test_a_state_of_something_else_is_refused(changed: dict[str, int], text: str
     with pytest.raises(ConfigError) as caught:
         sampler.load_state_dict(sampler.state_dict() | changed)
     assert str(caught.value).startswith(text)
+
+
+def test_a_state_of_the_first_version_is_of_torchs_order() -> None:
+    sampler = ElasticSampler(range(12), 2, 0)
+    sampler.advance(4)
+    state = sampler.state_dict()
+    del state["order"], state["sampling"]
+    ElasticSampler(range(12), 3, 0).load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"^order: found feistel here and torch in the state"):
+        ElasticSampler(range(12), 3, 0, order="feistel").load_state_dict(state)
+
+
+def test_draws_without_a_shuffle_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^sampling: found Weighted with shuffle=False"):
+        ElasticSampler(range(2), 1, 0, shuffle=False, sampling=Weighted([1, 2]))
+
+
+@pytest.mark.parametrize("batch", [None, 512])
+def test_a_billion_samples_are_gone_on_with_anywhere_at_once(batch: int | None) -> None:
+    n = 10**9
+    sampler = ElasticSampler(range(n), 2, 1, global_batch_size=batch)
+    assert sampler.order == "feistel"
+    assert len(sampler) == n // 2
+    sampler.advance(n - 1024)
+    assert len(sampler) == 512
+    left = list(sampler)
+    assert len(set(left)) == 512
+    plan = Plan(n=n, global_batch_size=512, shards=2)
+    assert plan.order == "feistel"
+    assert plan.step_at(n - 512) == plan.steps - 1
+    if batch:
+        assert left == plan.indices(0, plan.steps - 2, 1) + plan.indices(0, plan.steps - 1, 1)

@@ -17,8 +17,10 @@ from checkpoints.errors import (
 from checkpoints.layout import CheckpointName
 from checkpoints.manager import CheckpointManager
 from checkpoints.options import CheckpointOptions, Interval
+from checkpoints.processes import this_process
 from checkpoints.store import Store, open_store
 from elastic.errors import AttentionError
+from elastic.keeping import Keeper
 from elastic.saving import Clocked, Saver, is_due, is_due_at_epoch_end
 from tests.support.states import same, state
 
@@ -69,8 +71,13 @@ def make_saver(
     every: str = "1 epoch",
     parent: CheckpointName | None = None,
 ) -> Saver:
-    options = CheckpointOptions(url="unused", every=Interval.parse(every), max_unsaved=60)
-    return Saver(manager, options, run_id="run", generation=3, parent=parent, clock=clock)
+    store = manager.store
+    options = CheckpointOptions(url=store.url, every=Interval.parse(every), max_unsaved=60)
+    # Not opened, as on a node without shared memory: there is no writer, each save is made here.
+    keeper = Keeper(
+        agent=this_process(), folder=Path(store.url), options=options, store=store, leads=True
+    )
+    return Saver(manager, options, keeper, run_id="run", generation=3, parent=parent, clock=clock)
 
 
 def save(saver: Saver, step: int, protect: tuple[str, ...] = ()) -> bool:

@@ -9,10 +9,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from elastic import seeding
-from elastic.seeding import Addressed, Addresses, kept_random_state, mix, sample_key, seed_all
+from elastic.sampler import ElasticSampler
+from elastic.seeding import (
+    Addressed,
+    Addresses,
+    Seeded,
+    kept_random_state,
+    mix,
+    sample_key,
+    seed_all,
+    seed_sample,
+)
+from tests.support import drawing
 
 N = 16
 
@@ -242,3 +253,93 @@ def test_a_subset_of_a_dataset_is_read_as_it_reads() -> None:
         samples = addressed.__getitems__(Addresses(0, [2, 0]))
         assert [sample[0] for sample in samples] == [9, 7]
         assert samples == [addressed[0, 2], addressed[0, 0]]
+
+
+@pytest.mark.parametrize("kind", [Drawing, Many])
+@pytest.mark.parametrize("libraries", ["", "t", "tpn"])
+@pytest.mark.parametrize("learn", [True, False])
+def test_a_sample_that_comes_again_draws_anew(
+    kind: type[Drawing], libraries: str, learn: bool
+) -> None:
+    dataset = kind(libraries)
+    addressed = Addressed(dataset, 0, n=10)
+    if not learn:
+        addressed._left_to_learn = 0
+    for _ in range(2):
+        found = addressed.__getitems__(Addresses(0, [3, 13, 7, 23]))
+        assert [sample[0] for sample in found] == [3, 3, 7, 3]
+        assert found == [addressed[0, 3], addressed[0, 13], addressed[0, 7], addressed[0, 23]]
+        assert not libraries or len({found[0][1], found[1][1], found[3][1]}) == 3
+    assert set(dataset.read) == {3, 7}
+    assert found[0] == wanted(kind(libraries), 0, [3])[0]
+
+
+# ------------------------------------------------------------------------------------------- Seeded
+def epochs_of(
+    loader: "DataLoader[Any]", dataset: Seeded[Any], epochs: list[int]
+) -> list[list[Any]]:
+    """The samples of some epochs, in order of index."""
+    found = []
+    for epoch in epochs:
+        dataset.set_epoch(epoch)
+        columns = [torch.cat(list(column)).tolist() for column in zip(*loader, strict=True)]
+        found.append(sorted(zip(*columns, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("workers", "method", "persistent"),
+    [
+        (0, None, False),
+        (2, "fork", False),
+        (2, "fork", True),
+        (4, "fork", True),
+        (2, "spawn", True),
+        (2, "forkserver", True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_c08_draws_in_a_loop_of_ones_own_are_equal_for_any_workers(
+    workers: int, method: str | None, persistent: bool
+) -> None:
+    plain = drawing.Drawing(N)
+    expected: list[list[Any]] = []
+    for epoch in range(2):
+        expected.append([])
+        for index in range(N):
+            seed_sample(7, epoch, index)
+            expected[-1].append(plain[index])
+    dataset = Seeded(plain, 7)
+    loader = DataLoader(
+        dataset,
+        batch_size=4,
+        shuffle=True,
+        num_workers=workers,
+        multiprocessing_context=method,
+        persistent_workers=persistent,
+    )
+    assert epochs_of(loader, dataset, [0, 1, 0]) == [*expected, expected[0]]
+    for column in list(zip(*expected[0], *expected[1], strict=True))[1:]:
+        assert len(set(column)) == 2 * N
+
+
+def test_c08_draws_in_a_loop_of_ones_own_do_not_know_ranks_or_restarts() -> None:
+    found = []
+    for world, position in ((1, 0), (2, 0), (3, 8)):
+        for rank in range(world):
+            dataset = Seeded(drawing.Drawing(N), 7)
+            sampler = ElasticSampler(dataset, world, rank)
+            sampler.advance(position)
+            found += [dataset[index] for index in sampler]
+    assert len(found) == N + N + N - 8
+    assert len(set(found)) == N
+
+
+def test_reading_in_the_process_that_trains_leaves_its_random_state() -> None:
+    dataset = Seeded(drawing.Drawing(N), 1)
+    seed_all(5)
+    expected = [draw(library) for library in "tpn"]
+    seed_all(5)
+    assert dataset[3] == dataset.__getitems__([3])[0]
+    assert [draw(library) for library in "tpn"] == expected
+    assert len(dataset) == N

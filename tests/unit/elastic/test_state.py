@@ -295,8 +295,8 @@ def test_a_parameter_that_left_its_group_is_refused_by_name() -> None:
     ("attach", "message"),
     [
         (
-            lambda s, m: s.attach(model=m, ema=3),
-            r"^attach: ema: found int, expected something with",
+            lambda s, m: s.attach(model=m, extra=3),
+            r"^attach: extra: found int, expected something with",
         ),
         (
             lambda s, m: s.attach(
@@ -472,3 +472,23 @@ def test_parameters_and_buffers_are_broadcast_from_the_primary() -> None:
     training = Training()
     training.state.broadcast_model(World())
     assert all(tensor.eq(3).all() for tensor in training.model.state_dict().values())
+
+
+def test_each_phases_scaler_comes_back_under_its_name() -> None:
+    def scalers(*names: str) -> dict[str, torch.amp.GradScaler]:
+        made = {name: torch.amp.GradScaler("cpu", init_scale=4.0) for name in names}
+        for scaler in made.values():
+            scaler.scale(torch.zeros(()))  # the scale is made when it is first used
+        return made
+
+    was, now = scalers("disc", "gen"), scalers("gen", "other")
+    was["gen"].update(2.0)
+    state, restored = TrainState(), TrainState()
+    state.attach(model=nn.Linear(1, 1), scaler=was)
+    restored.attach(model=nn.Linear(1, 1), scaler=now)
+    notes = restored.restore(state.capture())
+    assert notes == [
+        "scaler.disc: in the checkpoint, not attached; left aside",
+        "scaler.other: not in the checkpoint; it begins anew",
+    ]
+    assert (now["gen"].get_scale(), now["other"].get_scale()) == (2.0, 4.0)

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
 
 from elastic.agreement import Agreed, Request
-from elastic.errors import AttentionError, StartError
+from elastic.errors import AttentionError
 from elastic.loader import Loader
 from elastic.options import TrainOptions
-from elastic.reduce import Reducer
+from elastic.phases import phases_of
+from elastic.reduce import PlainReducer
 from elastic.sampler import Plan
 from elastic.step import Stepper
 from elastic.world import World
-from jobs.job import Job, Loss, Mean
+from jobs.job import Loss, Mean
 from tests.support.ranked import run_ranks, world_of
 from tests.support.tracer import Batch, Masks, Numbers, Tracer
 
@@ -118,8 +118,9 @@ def train(world: World, case: Case) -> dict[str, Any]:
         grad_clip=case.grad_clip,
         precision="fp32" if scaler is None else "fp16",
     )
-    reducer = Reducer(model, world, compiled=None, find_unused=False)
-    stepper = Stepper(job, reducer, optimizer, scaler=scaler, options=options, world=world)
+    reducer = PlainReducer(model, world, compiled=None, find_unused=False)
+    phases = phases_of(job, optimizer)
+    stepper = Stepper(job, reducer, phases, scaler=scaler, options=options, world=world)
     loader = Loader(job.dataset(), plan, rank=world.rank)
     results, weights = [], []
     for step, batch in enumerate(loader.epoch(0), 1):
@@ -345,25 +346,6 @@ def test_models_draws_depend_on_step_and_micro_batch_alone(
         torch.rand(100)
         assert train(world, case) == one
         assert train(world, replace(case, micro=8)) != one
-
-
-class Phases(Tracer):
-    def losses(self) -> Any:
-        return {"a": self.loss}
-
-
-def test_several_phases_are_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory) -> None:
-    message = (
-        "Phases.losses: several phases are not yet served by this version; give one loss() and one "
-        "optimizer"
-    )
-    with world_of(0, 1, tmp_path_factory.mktemp("alone")) as world:
-        job: Job = Phases()
-        model = job.model()
-        reducer = Reducer(model, world, compiled=None, find_unused=False)
-        optimizer: Optimizer = SGD(model.parameters(), lr=0.1)
-        with pytest.raises(StartError, match=f"^{re.escape(message)}$"):
-            Stepper(job, reducer, optimizer, scaler=None, options=TrainOptions(), world=world)
 
 
 def test_numbers_of_the_tracer_are_their_indices() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ def train(job: Job, *, batch: int, epochs: int = 1) -> list[float]:
     optimizer = job.optimizer(model)
     assert isinstance(optimizer, torch.optim.Optimizer)
     schedule = job.scheduler(optimizer, 0)
+    assert not isinstance(schedule, Mapping)
     scheduler, unit = schedule if isinstance(schedule, tuple) else (schedule, "step")
     weights: list[float] = []
     for epoch in range(epochs):

@@ -1,0 +1,78 @@
+"""Whether somebody may be training at a URL right now, as far as that can be told from outside.
+
+Promises: no clock of another host is believed, and a guess is never taken for knowledge. A run is known to
+rest where it has said so itself, or where every process that its newest claim names is dead on this very
+machine; in every other case it may be at work, and who deletes beside it has to insist.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from checkpoints.canonical import parse
+from checkpoints.errors import CheckpointError, ObjectMissingError, RecordError
+from checkpoints.generations import newest_generation, read_claim
+from checkpoints.journal import read_events
+from checkpoints.layout import SUMMARY
+from checkpoints.processes import boot_id, is_alive
+
+if TYPE_CHECKING:
+    from checkpoints.store import Store
+
+logger = logging.getLogger(__name__)
+
+_RESTS: Final = frozenset({"complete", "preempted", "stopped", "failed"})
+
+
+def may_be_at_work(store: Store) -> str | None:
+    """Why a generation may be at work here; None where none can be."""
+    newest = newest_generation(store)
+    if not newest:
+        return None
+    if _status(store) in {(newest, status) for status in _RESTS}:
+        return None
+    if any(event.get("event") == "end" for event in read_events(store, newest)):
+        return None
+    if _all_dead_here(store, newest):
+        return None
+    return f"generation {newest} has not said that it ended, so it may be at work"
+
+
+def rests(store: Store, command: str, *, force: bool) -> bool:
+    """Whether nobody can be at work; where somebody may be, it is refused to delete, unless forced.
+
+    Raises:
+        CheckpointError: It may be, and nobody does.
+    """
+    reason = may_be_at_work(store)
+    if reason is None:
+        return True
+    if not force:
+        raise CheckpointError(
+            f"{store.display_url}: {reason}; {command} when it has ended, or use --force if you know"
+            " that it has, or that it can do without"
+        )
+    logger.warning("%s: %s; going on, since --force was given", store.display_url, reason)
+    return False
+
+
+def _status(store: Store) -> tuple[object, object]:
+    try:
+        summary = parse(store.get(SUMMARY, limit_bytes=4 << 20), SUMMARY)
+    except (ObjectMissingError, RecordError):
+        return None, None
+    return summary.get("generation"), summary.get("status")
+
+
+def _all_dead_here(store: Store, generation: int) -> bool:
+    """Whether all agents of a claim were processes of this machine since it booted, and are gone."""
+    try:
+        claim = read_claim(store, generation)
+        boot = boot_id()
+    except CheckpointError:
+        return False
+    agents = claim.agents
+    return bool(agents) and all(
+        agent.boot_id == boot and not is_alive(agent.pid, agent.start) for agent in agents
+    )
