@@ -8,13 +8,19 @@ Promises:
   die with their trainer: a living copy would hold its sockets open, and its peers would not see that it is gone.
 """
 
+import atexit
+import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any
 
 import torch
@@ -217,7 +223,10 @@ class Loader:
                 generator=torch.Generator(),
                 **self._arguments,
             )
-        return iter(self._workers)
+        before = set(multiprocessing.active_children())
+        batches = iter(self._workers)
+        _watch(set(multiprocessing.active_children()) - before)
+        return batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,13 +284,38 @@ class _WorkerStart:
         # Ctrl-C goes to the whole group: the trainer ends its workers when it has saved.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # A launcher's SIGTERM goes to the whole group as well: the trainer saves first, and needs its batches for that.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # A handler, since a process that the dataset starts would inherit SIG_IGN.
+        signal.signal(signal.SIGTERM, _overhear)
         if self.watches and os.getppid() == self.trainer:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != self.trainer:
                 os._exit(1)
         if self.then is not None:
             self.then(worker)
+
+
+def _overhear(_number: int, _frame: FrameType | None) -> None:
+    """Answer a signal by nothing."""
+
+
+_watched: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
+
+
+def _watch(workers: set[BaseProcess]) -> None:
+    """See that these end with this process: at its end Python sends SIGTERM, which they overhear, and waits for ever."""
+    if not _watched:
+        atexit.unregister(_kill_watched)
+        atexit.register(_kill_watched)
+    _watched.update(workers)
+
+
+def _kill_watched() -> None:
+    with contextlib.suppress(ValueError):  # not the main thread
+        # torch's handler would raise here what this does on purpose.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in list(_watched):
+        with contextlib.suppress(ValueError, AssertionError):  # it was closed, or this is a fork
+            worker.kill()
 
 
 def _loader_arguments(options: LoaderOptions, passed: Mapping[str, Any]) -> dict[str, Any]:

@@ -425,6 +425,25 @@ def test_c18_a_worker_that_gets_sigterm_says_nothing(
     assert errors == ""
 
 
+def test_script_that_ends_in_the_middle_of_an_epoch_ends() -> None:
+    script = SCRIPT.replace("if number == 6:", "if number == 6:\n            return loader")
+    script = script.replace("\nmain()\n", "\nkept = main()\n")
+    assert "return loader" in script
+    assert "kept = main()" in script
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    pids = {int(pid) for line in ended.stdout.splitlines() for pid in line.split()}
+    assert len(pids) == 2
+    wait_until_gone(pids, within_s=2)
+
+
 # ------------------------------------------------------------------------------------------- what is refused
 class Endless(IterableDataset[int]):
     """Only iterates."""
