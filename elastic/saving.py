@@ -98,7 +98,6 @@ class Saver:
         self._unsaved_since: float | None = None
         self._retry_at: float | None = None
         self._costs: dict[CheckpointName, float] = {}
-        self._took_s = 0.0
         self.last: CheckpointName | None = None
         """The newest checkpoint that this generation has committed."""
         self.last_error: str | None = None

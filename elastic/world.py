@@ -178,6 +178,8 @@ class World:
                 self.barrier()
         self._pending.clear()
         _destroy()
+        # Its threads end with it. One that still frees a tensor when Python ends would abort the process.
+        self.__dict__.pop("_control", None)
         if orderly and self._kv is not None and self.world_size > 1:
             with contextlib.suppress(RuntimeError):
                 self._leave(self._kv)
