@@ -33,17 +33,19 @@ def test_c17_the_readmes_command_finds_a_free_port(cluster: Cluster) -> None:
 def test_c17_two_runs_on_one_endpoint_do_not_mix(cluster: Cluster, tmp_path: Path) -> None:
     urls = [tmp_path / "first", tmp_path / "second"]
     overrides = ("args.n=12", "train.epochs=2", "train.global_batch_size=4")
-    # The first agent's torchrun holds the store of both: it must not go before the second is done.
-    agents = [
-        cluster.start(
-            tracer(),
-            *overrides,
-            f"checkpoint.url={url}",
-            f"train.step_delay={delay}",
-            launcher=[f"--rdzv_id={url.name}"],
+    # The first agent's torchrun holds the store of both: it comes first, and goes when the second is done.
+    agents = []
+    for url, delay in zip(urls, (5.0, 0.3), strict=True):
+        agents.append(
+            cluster.start(
+                tracer(),
+                *overrides,
+                f"checkpoint.url={url}",
+                f"train.step_delay={delay}",
+                launcher=[f"--rdzv_id={url.name}"],
+            )
         )
-        for url, delay in zip(urls, (3.0, 0.3), strict=True)
-    ]
+        cluster.until(lambda: "generation 1" in agents[-1].output or None, "a beginning")
     assert agents[1].wait(90) == 0, agents[1].tail()
     assert agents[0].wait(90) == 0, agents[0].tail()
     for url in urls:
