@@ -45,7 +45,7 @@ def test_c17_two_runs_on_one_endpoint_do_not_mix(cluster: Cluster, tmp_path: Pat
                 launcher=[f"--rdzv_id={url.name}"],
             )
         )
-        cluster.until(lambda: "generation 1" in agents[-1].output or None, "a beginning")
+        cluster.until(lambda: "generation 1" in agents[-1].output() or None, "a beginning")
     assert agents[1].wait(90) == 0, agents[1].tail()
     assert agents[0].wait(90) == 0, agents[0].tail()
     for url in urls:

@@ -115,8 +115,10 @@ def test_c17_two_runs_at_one_endpoint_with_different_ids_do_not_mix(tmp_path: Pa
             "--rdzv_backend=c10d",
             f"--rdzv_endpoint=localhost:{free_port()}",
         )
-        found.start(*options, "--rdzv_id=one", keys=("limit_s=4",))
-        other.start(*options, "--rdzv_id=two", keys=("limit_s=4",))
+        # The first one's agent holds the store of both.
+        found.start(*options, "--rdzv_id=one", keys=("limit_s=20",))
+        found.world(2)
+        other.start(*options, "--rdzv_id=two", keys=("limit_s=2",))
         assert found.world(2) != other.world(2)
         found.cluster.finish(60)
         for one in (found, other):
