@@ -28,6 +28,7 @@ T = TypeVar("T")
 RUN = ROOT / "elastic" / "run.py"
 MARK = "ELASTIC_TEST_CLUSTER"  # in the environment of all that a cluster started
 POLL_S = 0.02
+HOST_S = 60.0
 # What a launcher above the test may have set must not reach the agents.
 FOREIGN = (
     "RANK",
@@ -58,6 +59,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def is_served(port: int) -> bool:
+    """Whether somebody on this machine listens at a port; it is not touched."""
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text(encoding="ascii").splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A" and local.endswith(f":{port:04X}"):
+                return True
+    return False
 
 
 @dataclass(kw_only=True)
@@ -129,6 +140,7 @@ class Cluster:
         self.port = free_port()
         self.rdzv_id = secrets.token_hex(4)
         self.agents: list[Agent] = []
+        self._host: Agent | None = None
         self._token = secrets.token_hex(8)
         # Short, since sockets live in it and their paths are bounded.
         self._temporary = Path(tempfile.mkdtemp(prefix="ec-"))
@@ -204,7 +216,19 @@ class Cluster:
             *run,
             *self.run_arguments(job, overrides),
         ]
-        return self.spawn(command, env=env)
+        if any(option.startswith("--rdzv_endpoint") for option in launcher):
+            return self.spawn(command, env=env)
+        self._await_host()
+        self._host = self.spawn(command, env=env)
+        return self._host
+
+    def _await_host(self) -> None:
+        """The first of several agents is to hold the rendezvous: the next come when it does."""
+        deadline = time.monotonic() + HOST_S
+        while self._host is not None and self._host.code is None and not is_served(self.port):
+            if time.monotonic() > deadline:
+                raise ClusterError(_report(f"nobody listens at {self.port}", self.agents))
+            time.sleep(POLL_S)
 
     def spawn(
         self,
