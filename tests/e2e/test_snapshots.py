@@ -1,7 +1,6 @@
 """Whole runs whose state is copied beside the steps: torn nowhere, back from memory, replicas compared."""
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -23,9 +22,10 @@ DRIFTING = f"{SUPPORT / 'drifting.py'}:Drifting"
 FILLED = f"{SUPPORT / 'drifting.py'}:Filled"
 
 
-def shared_memory() -> set[str]:
-    """The names of the project's memory on this machine."""
-    return {path.name for path in SHM.glob(f"elastic-trainer-{os.getuid()}-*")}
+def shared_memory(url: Path) -> set[str]:
+    """What lies in shared memory of the run at a URL."""
+    run_id = str(records.read_json(url / "run.json")["run_id"])
+    return {path.name for path in SHM.iterdir() if run_id in path.name}
 
 
 def test_c27_a_later_step_does_not_leak_into_a_checkpoint(cluster: Cluster) -> None:
@@ -51,7 +51,6 @@ def test_c27_a_later_step_does_not_leak_into_a_checkpoint(cluster: Cluster) -> N
 
 
 def test_a_killed_worker_costs_no_step_that_is_in_memory(cluster: Cluster, tmp_path: Path) -> None:
-    before = shared_memory()
     agent = cluster.start(
         killed(), "args.n=80", "train.epochs=1", "train.global_batch_size=4",
         "checkpoint.every=off", "checkpoint.tier.memory=1 step",
@@ -66,7 +65,7 @@ def test_a_killed_worker_costs_no_step_that_is_in_memory(cluster: Cluster, tmp_p
         ("memory", 13, str(CheckpointName(2, 13))),
     ]
     assert summary["lost_steps"] == 0
-    assert shared_memory() <= before
+    assert shared_memory(cluster.url) == set()
 
 
 def test_memory_of_another_history_of_the_store_is_left_out(
