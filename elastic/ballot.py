@@ -121,6 +121,11 @@ class Ballot:
     def __str__(self) -> str:
         return self._store.display_url
 
+    def peek(self) -> Record | None:
+        """Return the record, waiting for the store: for tools, outside of an event loop."""
+        found = self._cas.read()
+        return None if found is None else Record.from_json(found[0])
+
     async def read(self, limit_s: float) -> Tagged | None:
         """Return the record and its tag, None where there is none.
 
