@@ -218,6 +218,9 @@ def judge(
     over = _is_over(record, me)
     if over is not None:
         return over
+    if record is None and me.launch is not None:
+        # A leader that lives puts it back. Where the store itself is away, as an unmounted folder is, nobody must begin.
+        return Step.WAIT
     if record is None or record.closed:
         return Step.BEGIN
     if record.leader is None:

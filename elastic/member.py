@@ -211,6 +211,8 @@ class Member:
             elif step in {Step.CLOSED, Step.OVERRULED}:
                 self.link.close(_why_over(step, record))
             else:
+                if record is None:
+                    self.link.trouble = f"{self.ballot}: the record of this rendezvous is gone"
                 if step is Step.COMPLAIN and record is not None:
                     await self._complain(record, tag)
                 await asyncio.sleep(_LOOK_S)
@@ -402,8 +404,6 @@ class Member:
         gone: frozenset[str] = frozenset()
         if record is None or record.closed:
             wanted = new_record(me, record)
-            if self.launch is not None:
-                wanted = dataclasses.replace(wanted, launch=self.launch)
         else:
             wanted = record.taken(me)
             before = record.gone if record.leader is None else record.leader.id

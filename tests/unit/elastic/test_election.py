@@ -47,7 +47,7 @@ OTHER = dataclasses.replace(RECORD, launch="two")
     ("found", "wanted"),
     [
         (step(None, launch=None), Step.BEGIN),
-        (step(None), Step.BEGIN),  # somebody has removed it
+        (step(None), Step.WAIT),  # removed, or its folder is not mounted any more
         (step(CLOSED, launch=None), Step.BEGIN),  # a finished run is started again
         (step(CLOSED), Step.CLOSED),
         (step(dataclasses.replace(OTHER, closed=True)), Step.OVERRULED),
