@@ -75,12 +75,14 @@ class _Versions:
         return f"{self._folder}/{number:0{_DIGITS}d}"
 
     def read(self) -> tuple[bytes, str] | None:
-        for number in reversed(self._numbers()):
+        numbers = self._numbers()
+        for number in reversed(numbers):
             # The one before, where a writer was killed on a file system without links: its number is taken all the same.
             with contextlib.suppress(FileNotFoundError, ValueError):
                 data = self._store.get(self._name(number))
                 Record.from_json(data)
-                return data, str(max(self._numbers(), default=number))
+                # Of this listing: a number that came since was not read, and must not be overwritten.
+                return data, str(numbers[-1])
         return None
 
     def write(self, data: bytes, tag: str | None) -> str | None:
@@ -88,8 +90,9 @@ class _Versions:
         if not self._store.put_new(self._name(number), data):
             return None
         numbers = self._numbers()
-        if numbers and numbers[-1] > number:
-            # A writer that slept while others went on and cleared away.
+        newer = sum(other > number for other in numbers)
+        if newer >= _KEPT or number not in numbers:
+            # A writer that slept: the number was taken long ago, and has been cleared away since.
             self._store.delete(self._name(number))
             return None
         for old in numbers[:-_KEPT]:

@@ -215,14 +215,8 @@ def judge(
     now: float,
 ) -> Step:
     """Decide what to do about the record, given what is known of its leader."""
-    over = _is_over(record, me)
-    if over is not None:
-        return over
-    if record is None and me.launch is not None:
-        # A leader that lives puts it back. Where the store itself is away, as an unmounted folder is, nobody must begin.
-        return Step.WAIT
-    if record is None or record.closed:
-        return Step.BEGIN
+    if record is None or record.closed or me.launch not in {None, record.launch}:
+        return _at_an_end(record, me)
     if record.leader is None:
         return Step.TAKE if now >= me.may_lead_at else Step.WAIT
     if record.leader.id != me.id and evidence is Evidence.UNTRIED:
@@ -233,13 +227,14 @@ def judge(
     return Step.COMPLAIN if evidence is Evidence.SILENT and beating else Step.WAIT
 
 
-def _is_over(record: Record | None, me: Candidate) -> Step | None:
-    """Tell whether this agent's launch has ended, or lost the record to another."""
-    if record is None or me.launch is None:
-        return None
-    if me.launch != record.launch:
-        return Step.OVERRULED
-    return Step.CLOSED if record.closed else None
+def _at_an_end(record: Record | None, me: Candidate) -> Step:
+    """Decide where there is no launch, an ended one, or another one than this agent's."""
+    if me.launch is None:
+        return Step.BEGIN
+    if record is None:
+        # A leader that lives puts it back. Where the store itself is away, as an unmounted folder is, nobody must begin.
+        return Step.WAIT
+    return Step.CLOSED if record.launch == me.launch else Step.OVERRULED
 
 
 def must_abdicate(record: Record, connected: set[str]) -> bool:

@@ -129,8 +129,11 @@ class Hub:
         """Serve one agent's connection, from its hello to its end."""
         try:
             hello = await line.receive()
+        except ConnectionError:
+            return  # it has come by another of our addresses
+        try:
             node, peer = _read_hello(name, hello, line)
-        except (ConnectionError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             logger.warning("rendezvous: %s said no hello that is understood (%r)", line.peer, error)
             return
         if self._ended.done():

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import random
 import secrets
 import threading
 import time
@@ -50,7 +51,7 @@ _CONNECT_S: Final = 1.2
 _LOOK_S: Final = 0.4
 _COMPLAIN_S: Final = 2.0
 _READ_S: Final = 5.0
-_MOST_STRANGERS: Final = 256
+_MOST_STRANGERS: Final = 1024
 """Connections that have not proved the token yet."""
 
 
@@ -93,6 +94,8 @@ class Member:
         self._may_take_at = 0.0
         self._may_lead_at = 0.0
         self._complained_at = 0.0
+        self._silent_since: float | None = None
+        """Since when the leader has not been reached."""
         self._alone_since = time.monotonic()
         self._strangers = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -146,7 +149,7 @@ class Member:
             self.link.fail(f"the rendezvous failed: {error!r}")
 
     async def _live(self) -> None:
-        server = await asyncio.start_server(self._accept, sock=self._socket)
+        server = await asyncio.start_server(self._accept, sock=self._socket, backlog=1024)
         async with server:
             await self._seek()
             if self._leading is not None:
@@ -200,10 +203,13 @@ class Member:
                 self._token = record.token
                 if tried != (record.launch, record.epoch):
                     tried, evidence = (record.launch, record.epoch), Evidence.UNTRIED
+                    self._silent_since = None
             step = self._judge(record, evidence)
             if step is Step.CONNECT:
                 assert record is not None
                 evidence = await self._session(record)
+                if evidence is Evidence.SILENT and self._silent_since is None:
+                    self._silent_since = time.monotonic()
             elif step in {Step.BEGIN, Step.TAKE} and self.link.is_leaving:
                 self.link.leave()
             elif step in {Step.BEGIN, Step.TAKE}:
@@ -215,7 +221,7 @@ class Member:
                     self.link.trouble = f"{self.ballot}: the record of this rendezvous is gone"
                 if step is Step.COMPLAIN and record is not None:
                     await self._complain(record, tag)
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_LOOK_S * random.uniform(0.7, 1.3))  # noqa: S311 - only so that not all ask at once
                 evidence = Evidence.UNTRIED
             self._check_orphan()
 
@@ -229,6 +235,9 @@ class Member:
             and not record.closed
         ):
             return Step.CONNECT
+        silent_s = 0.0 if self._silent_since is None else now - self._silent_since
+        # One try that failed is no reason to disturb the leader: its host may be busy with all who come at once.
+        beating = self._watch.is_beating and silent_s >= self._terms.dead_s
         me = Candidate(
             id=self.id,
             launch=self.launch,
@@ -236,13 +245,7 @@ class Member:
             may_lead_at=self._may_lead_at,
         )
         return judge(
-            record,
-            me,
-            evidence,
-            same_s=same_s,
-            beating=self._watch.is_beating,
-            dead_s=self._terms.dead_s,
-            now=now,
+            record, me, evidence, same_s=same_s, beating=beating, dead_s=self._terms.dead_s, now=now
         )
 
     def _store_failed(self, error: CheckpointError) -> None:
@@ -283,6 +286,7 @@ class Member:
             if answer.get("op") != "welcome":
                 return Evidence.NOT_LEADING
             self._met.add((leader.id, reached.address))
+            self._silent_since = None
             self.launch = record.launch
             return await self._attend(line, leader, reached.address)
         except (OSError, TimeoutError):
@@ -333,6 +337,7 @@ class Member:
                         leader.name,
                         silent_s,
                     )
+                    self._silent_since = heard[0]
                     return Evidence.SILENT
                 if silent_s > _SUSPECT_S and (looking is None or looking.done()):
                     looking = asyncio.create_task(self._glance())
@@ -445,7 +450,8 @@ class Member:
     async def _complain(self, record: Record, tag: str | None) -> None:
         """Note on the record that this agent cannot reach a leader that lives."""
         now = time.monotonic()
-        if now < self._complained_at + _COMPLAIN_S:
+        # Each is a write that may get into the way of the leader's own.
+        if now < self._complained_at + _COMPLAIN_S + 0.1 * len(record.members):
             return
         self._complained_at = now
         logger.warning(

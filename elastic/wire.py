@@ -34,6 +34,8 @@ __all__ = [
 
 GREET_S: Final = 2.0
 """How long the other side may take to prove the token."""
+NEXT_ADDRESS_S: Final = 0.15
+"""How long an address may be silent before the next one is tried beside it."""
 _LONGEST: Final = 1 << 18
 """A world of 64 nodes with all their addresses fits some ten times."""
 _NONCE_BYTES: Final = 16
@@ -203,15 +205,18 @@ async def connect_any(
                 line.drop()
         return None
 
-    tasks = [asyncio.create_task(attempt(address)) for address in addresses]
+    tasks: list[asyncio.Task[Reached | None]] = []
     won: Reached | None = None
+    deadline = asyncio.get_running_loop().time() + limit_s
     try:
-        for done in asyncio.as_completed(tasks, timeout=limit_s):
-            won = await done
+        for address in addresses:
+            tasks.append(asyncio.create_task(attempt(address)))
+            last = address == addresses[-1]
+            won = await _first(tasks, deadline, None if last else NEXT_ADDRESS_S)
             if won is not None:
                 return won
-    except TimeoutError:
-        troubles.append(f"no answer within {limit_s:.1f} s")
+        if any(not task.done() for task in tasks):
+            troubles.append(f"no answer within {limit_s:.1f} s")
     finally:
         for task in tasks:
             task.cancel()
@@ -220,3 +225,19 @@ async def connect_any(
             if isinstance(result, Reached) and result is not won:
                 result.line.drop()
     return Unreached(tuple(refused), "; ".join(troubles) or "no address")
+
+
+async def _first(
+    tasks: Sequence["asyncio.Task[Reached | None]"], deadline: float, limit_s: float | None
+) -> Reached | None:
+    """Wait until one of them has got through, all have failed, or it is time for the next address."""
+    clock = asyncio.get_running_loop().time
+    until = deadline if limit_s is None else min(deadline, clock() + limit_s)
+    while True:
+        for task in tasks:
+            if task.done() and (found := task.result()) is not None:
+                return found
+        left = [task for task in tasks if not task.done()]
+        if not left or clock() >= until:
+            return None
+        await asyncio.wait(left, timeout=until - clock(), return_when=asyncio.FIRST_COMPLETED)
