@@ -33,10 +33,9 @@ from elastic.election import (
     judge,
     new_record,
 )
-from elastic.hub import Hub, world_id
-from elastic.link import Link, Start
-from elastic.probing import unreached
-from elastic.roster import PROBE_S
+from elastic.hub import Hub
+from elastic.link import Link
+from elastic.session import Session
 from elastic.terms import Terms
 from elastic.wire import GREET_S, Line, Reached, connect_any, listen, welcome
 
@@ -44,9 +43,8 @@ __all__ = ["Member"]
 
 logger = logging.getLogger(__name__)
 
-_PING_S: Final = 0.5
-_SUSPECT_S: Final = 1.0
-"""A leader that is silent for so long is looked up on the store, beside waiting for it."""
+_BREATH_S: Final = 0.05
+"""Between a connection that ended and the next look at the store: not to hammer on it, whatever goes wrong."""
 _CONNECT_S: Final = 1.2
 _LOOK_S: Final = 0.4
 _COMPLAIN_S: Final = 2.0
@@ -98,7 +96,6 @@ class Member:
         """Since when the leader has not been reached."""
         self._alone_since = time.monotonic()
         self._strangers = 0
-        self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
 
     # --------------------------------------------------------------------------------- main thread
@@ -210,6 +207,7 @@ class Member:
                 evidence = await self._session(record)
                 if evidence is Evidence.SILENT and self._silent_since is None:
                     self._silent_since = time.monotonic()
+                await asyncio.sleep(_BREATH_S)
             elif step in {Step.BEGIN, Step.TAKE} and self.link.is_leaving:
                 self.link.leave()
             elif step in {Step.BEGIN, Step.TAKE}:
@@ -288,10 +286,17 @@ class Member:
             self._met.add((leader.id, reached.address))
             self._silent_since = None
             self.launch = record.launch
-            return await self._attend(line, leader, reached.address)
+            self._line = line
+            session = Session(
+                me=self.id, token=record.token, link=self.link, line=line, leader=leader.name, glance=self._glance,
+                address=self._addresses[0] if leader.id == self.id else reached.address, dead_s=self._terms.dead_s,
+            )  # fmt: skip
+            self._silent_since = await session.attend()
         except (OSError, TimeoutError):
             # Its agent has closed the connection, and may have ended or not: look at the record again.
             return Evidence.UNTRIED
+        else:
+            return Evidence.UNTRIED if self._silent_since is None else Evidence.SILENT
         finally:
             self._line = None
             self._alone_since = time.monotonic()
@@ -314,39 +319,6 @@ class Member:
             "ready": link.is_ready, "finishing": link.is_finishing,
         }  # fmt: skip
 
-    async def _attend(self, line: Line, leader: Leader, address: str) -> Evidence:
-        """Hold the connection: beats out, orders in."""
-        self._line = line
-        if self.link.is_ready:
-            # The agent may have come to the rendezvous while the hello was on its way.
-            line.send({"op": "ready"})
-        if self.link.is_closing or self.link.is_leaving:
-            line.send({"op": "close" if self.link.is_closing else "leave"})
-        self.link.trouble = f"waiting for nodes: the leader {leader.name} has fewer than it needs"
-        heard = [time.monotonic()]
-        orders = asyncio.create_task(self._obey(line, leader, address, heard))
-        looking: asyncio.Task[None] | None = None
-        try:
-            while not orders.done():
-                line.send({"op": "ping"})
-                await asyncio.wait([orders], timeout=_PING_S)
-                silent_s = time.monotonic() - heard[0]
-                if silent_s > self._terms.dead_s:
-                    logger.warning(
-                        "rendezvous: the leader %s has been silent for %.1f s",
-                        leader.name,
-                        silent_s,
-                    )
-                    self._silent_since = heard[0]
-                    return Evidence.SILENT
-                if silent_s > _SUSPECT_S and (looking is None or looking.done()):
-                    looking = asyncio.create_task(self._glance())
-            return orders.result()
-        finally:
-            for task in (orders, looking):
-                if task is not None:
-                    task.cancel()
-
     async def _glance(self) -> None:
         """Look whether the leader's beat goes on, so that its silence counts from now."""
         with contextlib.suppress(CheckpointError):
@@ -354,47 +326,6 @@ class Member:
             if found is not None:
                 self._watch.look(found[0], time.monotonic())
         await asyncio.sleep(_LOOK_S)
-
-    async def _obey(self, line: Line, leader: Leader, address: str, heard: list[float]) -> Evidence:
-        while True:
-            message = await line.receive()
-            heard[0] = time.monotonic()
-            match message.get("op"):
-                case "go":
-                    self._go(message, self._addresses[0] if leader.id == self.id else address)
-                case "recall":
-                    logger.warning("rendezvous: the workers restart: %s", message.get("reason"))
-                    self.link.recall()
-                case "probe":
-                    task = asyncio.create_task(self._probe(line, message))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
-                case "left":
-                    self.link.leave()
-                    return Evidence.UNTRIED
-                case "closed":
-                    self.link.close(f"the launch has ended ({message.get('reason')})")
-                    return Evidence.UNTRIED
-                case "moved":
-                    return Evidence.UNTRIED
-
-    def _go(self, message: dict[str, Any], address: str) -> None:
-        world = world_id(message["world"])
-        assert world is not None
-        self.link.start(
-            Start(
-                world=world,
-                rank=int(message["rank"]),
-                size=int(message["size"]),
-                address=address,
-                port=int(message["port"]),
-            )
-        )
-
-    async def _probe(self, line: Line, message: dict[str, Any]) -> None:
-        """Try to reach others, and report whom it could not."""
-        failed = await unreached(message["peers"], token=self._token, me=self.id, limit_s=PROBE_S)
-        line.send({"op": "probed", "turn": message["turn"], "failed": failed})
 
     # --------------------------------------------------------------------------------- leading
     async def _campaign(self, record: Record | None, tag: str | None, evidence: Evidence) -> None:

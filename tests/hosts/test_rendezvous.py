@@ -1,14 +1,10 @@
 """Three hosts under `--rdzv_backend=fsspec`: any of them dies, is cut off, comes back, is replaced; the run finishes."""
 
-import signal
-import time
-from pathlib import Path
-
 import pytest
 
 from tests.support import records
 from tests.support.cases import EACH_STEP, REL, assert_each_sample_once, final_weight, tracer
-from tests.support.hosts import BridgeS3, Hosts
+from tests.support.hosts import Hosts
 
 TWO_EPOCHS = ("args.n=60", "train.epochs=2", "train.global_batch_size=6")
 FINAL = 26.262978  # of the public case C09: the same for every number of workers and history

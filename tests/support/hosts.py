@@ -21,8 +21,9 @@ import pytest
 from tests.support import processes
 from tests.support.cluster import RUN, Agent, Cluster, torchrun_command
 from tests.support.object_stores import KEY, SECRET, S3Server
-from tests.support.tools import missing, need_tool
+from tests.support.tools import find_tool, missing, need_tool
 
+IP = find_tool("ip") or "ip"
 NETWORK = "10.77.0"
 GATEWAY = f"{NETWORK}.254"
 
@@ -57,7 +58,7 @@ class Hosts:
         """End what runs, and remove what was made."""
         self.cluster.close()
         for name in reversed(self._made):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            subprocess.run([IP, "netns", "del", name], check=False, capture_output=True)
 
     def name(self, host: int | str) -> str:
         """The namespace of a host."""
@@ -70,7 +71,7 @@ class Hosts:
 
     def _namespace(self, host: int | str) -> None:
         name = self.name(host)
-        subprocess.run(["ip", "netns", "add", name], check=True, capture_output=True)
+        subprocess.run([IP, "netns", "add", name], check=True, capture_output=True)
         self._made.append(name)
         self._in(host, "ip", "link", "set", "lo", "up")
 
@@ -87,11 +88,11 @@ class Hosts:
     def command(self, host: int | str, command: Sequence[str]) -> list[str]:
         """A command on a host, under that host's name; one process from ip to the command."""
         renamed = ["unshare", "-u", "sh", "-c", f'hostname h{host}; exec "$@"', "sh"]
-        return ["ip", "netns", "exec", self.name(host), *renamed, *command]
+        return [IP, "netns", "exec", self.name(host), *renamed, *command]
 
     def _in(self, host: int | str, *command: str) -> None:
         done = subprocess.run(
-            ["ip", "netns", "exec", self.name(host), *command], check=False, capture_output=True, text=True
+            [IP, "netns", "exec", self.name(host), *command], check=False, capture_output=True, text=True
         )  # fmt: skip
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
@@ -114,7 +115,7 @@ class Hosts:
     def signal(self, host: int, number: signal.Signals) -> None:
         """Send a signal to all processes of a host."""
         done = subprocess.run(
-            ["ip", "netns", "pids", self.name(host)], check=True, capture_output=True, text=True
+            [IP, "netns", "pids", self.name(host)], check=True, capture_output=True, text=True
         )
         processes.send(map(int, done.stdout.split()), number)
 
@@ -191,7 +192,7 @@ class BridgeS3(S3Server):
         words = [
             word.replace("-ip.bind=127.0.0.1", "-ip.bind=0.0.0.0") for word in super().command()
         ]
-        return ["ip", "netns", "exec", self._hosts.name("sw"), *words]
+        return [IP, "netns", "exec", self._hosts.name("sw"), *words]
 
     def answers(self) -> bool:
         """Ask from where it runs."""
@@ -212,7 +213,7 @@ class BridgeS3(S3Server):
             time.sleep(0.3)
 
     def _python(self, code: str) -> bool:
-        command = ["ip", "netns", "exec", self._hosts.name("sw"), sys.executable, "-c", code]
+        command = [IP, "netns", "exec", self._hosts.name("sw"), sys.executable, "-c", code]
         with contextlib.suppress(subprocess.TimeoutExpired):
             return (
                 subprocess.run(command, check=False, capture_output=True, timeout=30).returncode
@@ -225,10 +226,10 @@ def need_hosts() -> None:
     """Skip the calling test where network namespaces cannot be made."""
     need_tool("ip")
     name = f"et{secrets.token_hex(3)}-probe"
-    made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True, text=True)
+    made = subprocess.run([IP, "netns", "add", name], check=False, capture_output=True, text=True)
     if made.returncode != 0:
         missing(f"needs network namespaces (root, or CAP_SYS_ADMIN): {made.stderr.strip()}")
-    subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    subprocess.run([IP, "netns", "del", name], check=False, capture_output=True)
     if os.uname().sysname != "Linux":
         missing("needs Linux")
 

@@ -122,7 +122,7 @@ def test_record_comes_back_from_its_bytes_which_are_never_the_same_twice() -> No
     "data", [b"", b"[]", b"{}", b'{"format": 2}', RECORD.to_json().replace(b'"beat"', b'"beet"')]
 )
 def test_bytes_that_are_no_record_are_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="found|Expecting"):
+    with pytest.raises(ValueError, match=r"found|Expecting"):
         Record.from_json(data)
 
 
