@@ -217,7 +217,7 @@ class Member:
             else:
                 if record is None:
                     self.link.trouble = f"{self.ballot}: the record of this rendezvous is gone"
-                if step is Step.COMPLAIN and record is not None:
+                elif step is Step.COMPLAIN:
                     await self._complain(record, tag)
                 await asyncio.sleep(_LOOK_S * random.uniform(0.7, 1.3))  # noqa: S311 - only so that not all ask at once
                 evidence = Evidence.UNTRIED
@@ -226,12 +226,8 @@ class Member:
     def _judge(self, record: Record | None, evidence: Evidence) -> Step:
         now = time.monotonic()
         same_s = 0.0 if record is None else self._watch.look(record, now)
-        if (
-            record is not None
-            and self._hub is not None
-            and self._hub.epoch == record.epoch
-            and not record.closed
-        ):
+        leading = self._hub.epoch if self._hub is not None else None
+        if record is not None and record.epoch == leading and not record.closed:
             return Step.CONNECT
         silent_s = 0.0 if self._silent_since is None else now - self._silent_since
         # One try that failed is no reason to disturb the leader: its host may be busy with all who come at once.
