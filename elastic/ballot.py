@@ -31,7 +31,7 @@ T = TypeVar("T")
 Tagged = tuple[Record, str]
 """A record, and the tag under which it can be replaced."""
 
-_RETRY_S: Final = 2.0
+_RETRY_S: Final = 0.0
 """A try that fails is repeated by the one who asks, who looks at the clock first."""
 _KEPT: Final = 32
 _DIGITS: Final = 12

@@ -356,7 +356,7 @@ class Member:
             return
         if evidence in {Evidence.REFUSED, Evidence.NOT_LEADING}:
             self._may_take_at = time.monotonic() + TAKE_OVER_S
-        logger.info("rendezvous: %s leads epoch %d", self._name, wanted.epoch)
+        logger.warning("rendezvous: %s leads epoch %d", self._name, wanted.epoch)
         self.launch = wanted.launch
         if self._leading is not None:
             await self._leading
@@ -366,8 +366,10 @@ class Member:
     async def _lead(self, hub: Hub) -> None:
         ended = await hub.lead()
         self._hub = None
-        logger.info("rendezvous: %s does not lead any more: %s", self._name, ended.reason)
-        if ended.closed:
+        if not ended.closed:
+            told = "rendezvous: %s does not lead any more: %s"
+            logger.warning(told, self._name, ended.reason)
+        else:
             self.link.close(f"the launch has ended ({ended.reason})")
         if ended.gave_way:
             self._may_lead_at = time.monotonic() + STAND_BACK_S

@@ -123,7 +123,7 @@ def test_two_sided_cut_the_leader_without_store_and_followers_steps_down(
 ) -> None:
     """One host alone is enough for a world here (1:3), and yet the leader that is cut off forms none."""
     rdzv = on_s3(bridge_s3)
-    env = {**bridge_s3.env, "LOGLEVEL": "INFO"}
+    env = bridge_s3.env
     start(hosts, 1, 2, 3, rdzv=rdzv, env=env)
     first = hosts.world(3)
     leader = leads(hosts)
@@ -140,7 +140,7 @@ def test_two_sided_cut_the_leader_without_store_and_followers_steps_down(
 
 
 def test_store_that_is_away_stops_no_world(hosts: Hosts, bridge_s3: BridgeS3) -> None:
-    env = {**bridge_s3.env, "LOGLEVEL": "INFO"}
+    env = bridge_s3.env
     start(hosts, 1, 2, rdzv=on_s3(bridge_s3), env=env)
     first = hosts.world(2)
     bridge_s3.kill()
