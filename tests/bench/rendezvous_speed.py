@@ -50,7 +50,12 @@ class Bench:
         began = time.monotonic()
         fault()
         self.newest = self.hosts.world(size, after=self.newest)
-        self.figures.setdefault(name, []).append(time.monotonic() - began)
+        self.add(name, time.monotonic() - began)
+
+    def add(self, name: str, took_s: float) -> None:
+        """Note a figure, and show it: a bench that is broken off has said something."""
+        self.figures.setdefault(name, []).append(took_s)
+        print(f"{name}: {took_s:.1f} s", flush=True)
 
     def pause(self, name: str, size: int, number: int) -> None:
         """Let a node join, and take the time in which no step was done."""
@@ -64,7 +69,7 @@ class Bench:
                 times[event["generation"]].append(float(event["time"]))
         if all(times.values()):
             gap = min(times[self.newest]) - max(times[before])
-            self.figures.setdefault(name, []).append(gap)
+            self.add(name, gap)
 
     def victim(self, *, leader: bool) -> int:
         """The host to hurt: who leads, or another; under c10d never the store's."""
