@@ -159,7 +159,7 @@ def _watched_agent(plan: Plan) -> Iterator[None]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-class _Watched(os._Environ[str]):
+class _Watched(os._Environ[str]):  # noqa: SLF001  # there is no other way to see a read
     """The environment, with a note of each look at what differs from start to start."""
 
     reads: list[str]

@@ -8,11 +8,10 @@ worker never outlives the stub, and no worker is forked for a stub that has turn
 Imports what costs next to nothing: a stub is there in 20 ms, where `socket` or `typing` alone would double that.
 """
 
+import _socket  # the C half of socket
 import os
 import signal
 import sys
-
-import _socket  # the C half of socket
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -183,15 +182,7 @@ def _relay(sock: "_socket.socket") -> str:
         number = getattr(signal, name)
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, handler)
-    told = b""
-    while not (told[:1] == ENDED and len(told) == 5):
-        try:
-            more = sock.recv(1024)
-        except OSError:
-            more = b""
-        if not more:
-            break
-        told += more
+    told = _hear(sock)
     if told[:1] == ENDED:
         _end_as(int.from_bytes(told[1:], "little"))
     if not told:
@@ -205,6 +196,20 @@ def _relay(sock: "_socket.socket") -> str:
     for number in came:
         os.kill(os.getpid(), number)
     return _reason(told)
+
+
+def _hear(sock: "_socket.socket") -> bytes:
+    """Wait for the warm process's last word; empty where it is gone without."""
+    told = b""
+    while not (told[:1] == ENDED and len(told) == 5):
+        try:
+            more = sock.recv(1024)
+        except OSError:
+            more = b""
+        if not more:
+            break
+        told += more
+    return told
 
 
 def _end_as(status: int) -> "NoReturn":

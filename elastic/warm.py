@@ -11,22 +11,21 @@ import ctypes
 import fcntl
 import gc
 import os
-import resource
 import select
 import signal
 import socket
 import sys
 import time
-import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
 from elastic.agent import process_start
+from elastic.forked import BROKEN, Order, become_worker
 from elastic.preloading import Imported, preload
 from elastic.relay import ACCEPTED, ENDED, GO, REFUSED, RELAYED, SOCKET, peer_of, unpack
 from elastic.sources import changed_file
-from elastic.warming import LINK, STEPPED, UNFIT, Plan, is_of_a_start
+from elastic.warming import LINK, LOCK, LOG, STEPPED, UNFIT, Plan, is_of_a_start
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
@@ -34,10 +33,9 @@ _TALK_S: Final = 1.0
 """How long one stub may keep the others waiting."""
 _LOOK_S: Final = 0.25
 """How often it is looked whether a stub has been stopped."""
+_RELAYED: Final = frozenset(int(getattr(signal, name)) for name in RELAYED)
 _MOST_IDLE_STARTS: Final = 2
 """After so many generations in a row of which no worker came to a step, forking itself may be what is wrong."""
-_BROKEN: Final = b"!"
-"""On the link: the worker could not be set up."""
 
 
 @dataclass(kw_only=True)
@@ -56,21 +54,6 @@ class Hosted:
     stopped: bool = False
 
 
-@dataclass(kw_only=True)
-class Order:
-    """A worker to be, in the process that becomes it."""
-
-    argv: list[str]
-    cwd: str
-    environ: dict[str, str]
-    """What its `main` is given: what torchrun set, and what ties it to agent and warm process."""
-    streams: list[int]
-    stub_pid: int
-    parent: int
-    own: list[int] = field(default_factory=list)
-    """Descriptors of the warm process, to be closed."""
-
-
 def main(argv: list[str]) -> NoReturn:
     """Import, listen, fork; what comes back from the listening is a worker."""
     told = int(argv[0])
@@ -78,11 +61,12 @@ def main(argv: list[str]) -> NoReturn:
         file.seek(0)
         plan = Plan.from_json(file.read())
     lean = argv[2:] == ["lean"]
-    lock = os.open(f"{plan.folder}/warm.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = os.open(f"{plan.folder}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os._exit(0)  # there is one already
+    Path(plan.folder, SOCKET).unlink(missing_ok=True)  # of one that was killed
     os.chdir(plan.cwd)
     imported = preload(plan, lean=lean)
     if imported.unfit and not lean:
@@ -95,7 +79,7 @@ def main(argv: list[str]) -> NoReturn:
         os._exit(1)
     os.close(told)
     order = Server(plan, imported, lock).serve()
-    _work(order, plan, imported)
+    become_worker(order, plan, imported)
 
 
 def _up_to(command: list[str], word: str) -> list[str]:
@@ -115,7 +99,6 @@ class Server:
         self._plan, self._imported, self._lock = plan, imported, lock
         self._path = f"{plan.folder}/{SOCKET}"
         self._libc = ctypes.CDLL(None)
-        self._libc.prctl(_PR_SET_NAME, b"elastic warm", 0, 0, 0)
         self._hosted: list[Hosted] = []
         self._outdated = ""
         self._idle_starts: set[str] = set()
@@ -134,13 +117,13 @@ class Server:
         woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)  # noqa: PTH108 - of one that was killed: the lock is ours
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         here = os.open(self._plan.folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         listener.bind(f"/proc/self/fd/{here}/{SOCKET}")  # an address holds only 107 bytes
         os.close(here)
+        Path(self._path).chmod(0o600)
         listener.listen(64)
+        self._libc.prctl(_PR_SET_NAME, b"elastic warm", 0, 0, 0)
         own = [self._lock, watched, woken, wakes, listener.fileno()]
         while True:
             poll = select.poll()
@@ -158,18 +141,19 @@ class Server:
             self._look_after(ready)
             if len(self._idle_starts) >= _MOST_IDLE_STARTS:
                 self._outdated = f"no worker of {len(self._idle_starts)} generations came to a step"
-            if self._outdated and not self._hosted:
-                self._leave(self._outdated)
             if listener.fileno() in ready and (order := self._answer(listener)) is not None:
                 listener.detach()  # else closed twice, the second time perhaps as something else
                 order.own += own
                 return order
+            if self._outdated and not self._hosted:
+                self._leave(self._outdated)
 
     def _leave(self, why: str) -> NoReturn:
         """End, and by that end the workers: each is set to die with this process."""
         _say(why)
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)  # noqa: PTH108 - a text
+        for name in (SOCKET, LOCK, LOG):
+            with contextlib.suppress(OSError):
+                Path(self._plan.folder, name).unlink()
         os._exit(0)
 
     # --------------------------------------------------------------------------------- the workers
@@ -200,7 +184,7 @@ class Server:
         except OSError:
             numbers = b""
         for number in numbers:
-            if signal.Signals(number).name in RELAYED:
+            if number in _RELAYED:
                 os.kill(worker.pid, number)
         if not numbers and not worker.ending:
             worker.ending = True
@@ -228,7 +212,7 @@ class Server:
         if not worker.word and os.WIFEXITED(status) and os.WEXITSTATUS(status) == 1:
             self._idle_starts.add(worker.generation)
         told = ENDED + status.to_bytes(4, "little")
-        if worker.word == _BROKEN:
+        if worker.word == BROKEN:
             self._outdated = self._outdated or "a forked worker could not be set up"
             told = REFUSED + self._outdated.encode()
         with contextlib.suppress(OSError):
@@ -318,28 +302,47 @@ class Server:
         stub.setblocking(False)
         heard, link = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        pid = os.fork()
-        if pid:
-            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-            os.close(link)
-            generation = f"{order.environ.get('MASTER_PORT')} {order.environ.get('TORCHELASTIC_RESTART_COUNT')}"
-            self._hosted.append(
-                Hosted(
-                    stub=stub, stub_pid=order.stub_pid, link=heard, pid=pid, generation=generation
-                )
-            )
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid = -1
+            stub.sendall(REFUSED + f"no process can be forked ({error})".encode())
+        if pid == 0:
+            return self._in_worker(order, stub, heard, link)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+        os.close(link)
+        if pid < 0:
+            os.close(heard)
+            stub.close()
             return None
-        self._libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != order.parent:  # it died before the call
+        variables = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+        generation = " ".join(order.environ.get(name, "") for name in variables)
+        hosted = Hosted(
+            stub=stub, stub_pid=order.stub_pid, link=heard, pid=pid, generation=generation
+        )
+        self._hosted.append(hosted)
+        return None
+
+    def _in_worker(self, order: Order, stub: socket.socket, heard: int, link: int) -> Order:
+        """Right after the fork: tie it to its parent, and gather what belongs to that."""
+        try:
+            self._libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() != order.parent:  # it died before the call
+                os._exit(1)
+            name = f"elastic rank {order.environ.get('RANK', '')}"
+            self._libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+            order.own += [heard, stub.detach()]
+            for worker in self._hosted:
+                if worker.link >= 0:
+                    order.own.append(worker.link)
+                order.own.append(worker.stub.detach())
+            order.environ |= {"ELASTIC_AGENT_PID": str(self._plan.agent.pid), LINK: str(link)}
+            order.streams = [
+                os.dup(number) for number in order.streams
+            ]  # theirs are closed on the way
+        except BaseException:  # noqa: BLE001 - it must not go on as a second warm process
+            os.write(link, BROKEN)
             os._exit(1)
-        name = f"elastic rank {order.environ.get('RANK', '')}"
-        self._libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
-        order.own += [heard, stub.detach()]
-        for worker in self._hosted:
-            order.own += [worker.stub.fileno(), *([worker.link] if worker.link >= 0 else [])]
-            worker.stub.detach()
-        order.environ |= {"ELASTIC_AGENT_PID": str(self._plan.agent.pid), LINK: str(link)}
-        order.streams = [os.dup(number) for number in order.streams]  # theirs are closed on the way
         return order
 
 
@@ -348,48 +351,3 @@ def _parent(pid: int) -> int:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return int(text.rpartition(")")[2].split()[1])
     return -1
-
-
-# ------------------------------------------------------------------------------------------- a worker
-def _work(order: Order, plan: Plan, imported: Imported) -> NoReturn:
-    """Become the worker that torchrun would have started."""
-    try:
-        _set_up(order, plan, imported)
-        from elastic.entry import main as run
-        from elastic.faults import leave
-    except BaseException:  # noqa: BLE001 - whatever it is, the stub can still start the ordinary way
-        os.write(int(order.environ[LINK]), _BROKEN)
-        traceback.print_exc()
-        os._exit(1)
-    leave(run(order.argv[1:], order.environ))
-
-
-def _set_up(order: Order, plan: Plan, imported: Imported) -> None:
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in order.own:
-        os.close(number)
-    _take_after(order.stub_pid)
-    os.chdir(order.cwd)
-    sys.argv[:] = order.argv
-    os.environ.clear()
-    own = ("ELASTIC_AGENT_PID", LINK)  # not for what the worker starts itself
-    os.environ.update({name: text for name, text in order.environ.items() if name not in own})
-    imported.set_up_worker(plan)
-    os.setsid()
-    for number, stream in enumerate(order.streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-
-
-def _take_after(stub: int) -> None:
-    """Take over what the launcher may have set for this one process: cores, limits, the mask of new files."""
-    with contextlib.suppress(OSError, ValueError):
-        os.sched_setaffinity(0, os.sched_getaffinity(stub))
-        text = Path(f"/proc/{stub}/status").read_text(encoding="utf-8")
-        os.umask(int(text.partition("\nUmask:")[2].split(maxsplit=1)[0], 8))
-        for name in dir(resource):
-            if name.startswith("RLIMIT_"):
-                limit = getattr(resource, name)
-                resource.setrlimit(limit, resource.prlimit(stub, limit))

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 LINK: Final = "ELASTIC_WARM_LINK"
 """In the environment that a forked worker's `main` is given: where it tells that it has come to work."""
 STEPPED: Final = b"S"
+LOCK: Final = "warm.lock"
+LOG: Final = "warm.log"
 UNFIT: Final = "warm.unfit"
 """In the agent's folder: why nothing can be forked from a process that has imported what the job needs."""
 _START: Final = (
@@ -183,7 +185,7 @@ def _spawn(plan: Plan, flags: list[str]) -> None:
             file.write(plan.to_json())
         title = f"elastic: holds what the workers of torchrun {plan.agent.pid} import"
         command = [sys.executable, *flags, "-c", _START, str(_ROOT), str(told), title]
-        log = os.path.join(plan.folder, "warm.log")  # noqa: PTH118 - a text
+        log = os.path.join(plan.folder, LOG)  # noqa: PTH118 - a text
         opened = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         environ = {name: text for name, text in plan.environ.items() if not is_of_a_start(name)}
         # Not subprocess: it would wait for a child that is to outlive us.

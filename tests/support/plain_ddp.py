@@ -16,7 +16,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.support.recovering import data, network, note  # noqa: E402
+from tests.support.recovering import data, network, note
 
 
 def main(folder: str, delay: float) -> None:

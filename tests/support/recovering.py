@@ -63,7 +63,8 @@ class Recovering(Job):
         note(self.folder, "stepped", run.step)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"delay": self.delay}
+        return {"n": self.n}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.n = int(state["n"])
         note(self.folder, "restored")
