@@ -33,6 +33,7 @@ _TALK_S: Final = 1.0
 """How long one stub may keep the others waiting."""
 _LOOK_S: Final = 0.25
 """How often it is looked whether a stub has been stopped."""
+_CHECKED_FOR_S: Final = 0.5
 _RELAYED: Final = frozenset(int(getattr(signal, name)) for name in RELAYED)
 _MOST_IDLE_STARTS: Final = 2
 """After so many generations in a row of which no worker came to a step, forking itself may be what is wrong."""
@@ -97,43 +98,23 @@ class Server:
 
     def __init__(self, plan: Plan, imported: Imported, lock: int) -> None:
         self._plan, self._imported, self._lock = plan, imported, lock
-        self._path = f"{plan.folder}/{SOCKET}"
         self._libc = ctypes.CDLL(None)
         self._hosted: list[Hosted] = []
         self._outdated = ""
+        self._checked = float("-inf")
+        self._changed: str | None = None
         self._idle_starts: set[str] = set()
         gc.collect()
         gc.freeze()  # what is shared with the workers is not copied by looking through it
 
     def serve(self) -> Order:
         """Fork workers until the agent is gone; returns in each worker."""
-        agent = self._plan.agent
-        try:
-            watched = os.pidfd_open(agent.pid)
-        except ProcessLookupError:
-            os._exit(0)
-        if process_start(agent.pid) != agent.start:
-            os._exit(0)
+        watched, listener = self._watch_agent(), self._listen()
         woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        here = os.open(self._plan.folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        listener.bind(f"/proc/self/fd/{here}/{SOCKET}")  # an address holds only 107 bytes
-        os.close(here)
-        Path(self._path).chmod(0o600)
-        listener.listen(64)
-        self._libc.prctl(_PR_SET_NAME, b"elastic warm", 0, 0, 0)
-        own = [self._lock, watched, woken, wakes, listener.fileno()]
         while True:
-            poll = select.poll()
-            for number in (watched, woken, listener.fileno()):
-                poll.register(number, select.POLLIN)
-            for worker in self._hosted:
-                poll.register(worker.stub, select.POLLIN)
-                if worker.link >= 0:
-                    poll.register(worker.link, select.POLLIN)
-            ready = {number for number, _ in poll.poll(_LOOK_S * 1000 if self._hosted else None)}
+            ready = self._await(watched, woken, listener.fileno())
             if watched in ready:
                 self._leave("the agent is gone")
             if woken in ready:
@@ -142,11 +123,42 @@ class Server:
             if len(self._idle_starts) >= _MOST_IDLE_STARTS:
                 self._outdated = f"no worker of {len(self._idle_starts)} generations came to a step"
             if listener.fileno() in ready and (order := self._answer(listener)) is not None:
-                listener.detach()  # else closed twice, the second time perhaps as something else
-                order.own += own
+                # Detached: else it would be closed twice, the second time perhaps as something else.
+                order.own += [self._lock, watched, woken, wakes, listener.detach()]
                 return order
             if self._outdated and not self._hosted:
                 self._leave(self._outdated)
+
+    def _watch_agent(self) -> int:
+        """A descriptor that is ready once the agent has ended."""
+        agent = self._plan.agent
+        with contextlib.suppress(ProcessLookupError):
+            watched = os.pidfd_open(agent.pid)
+            if process_start(agent.pid) == agent.start:
+                return watched
+        os._exit(0)
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        here = os.open(self._plan.folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        listener.bind(f"/proc/self/fd/{here}/{SOCKET}")  # an address holds only 107 bytes
+        os.close(here)
+        Path(self._plan.folder, SOCKET).chmod(0o600)
+        listener.listen(64)
+        self._libc.prctl(_PR_SET_NAME, b"elastic warm", 0, 0, 0)
+        return listener
+
+    def _await(self, *others: int) -> set[int]:
+        """Wait until something comes; returns the descriptors on which it has."""
+        poll = select.poll()
+        for number in others:
+            poll.register(number, select.POLLIN)
+        for worker in self._hosted:
+            if not worker.ending:  # else its closed end would be ready for ever
+                poll.register(worker.stub, select.POLLIN)
+            if worker.link >= 0:
+                poll.register(worker.link, select.POLLIN)
+        return {number for number, _ in poll.poll(_LOOK_S * 1000 if self._hosted else None)}
 
     def _leave(self, why: str) -> NoReturn:
         """End, and by that end the workers: each is set to die with this process."""
@@ -164,7 +176,10 @@ class Server:
             if worker.stub.fileno() in ready:
                 self._hear(worker)
             self._mirror_stop(worker)
-        self._hosted = [worker for worker in self._hosted if not self._has_ended(worker)]
+        lived = [worker for worker in self._hosted if not self._has_ended(worker)]
+        if len(lived) < len(self._hosted) and time.monotonic() - self._checked > _CHECKED_FOR_S:
+            self._check_sources()
+        self._hosted = lived
 
     def _note_step(self, worker: Hosted) -> None:
         """Once: it has come to work, or is gone."""
@@ -290,12 +305,18 @@ class Server:
         for name in sorted(name for name in names if not is_of_a_start(name)):
             if order.environ.get(name) != plan.environ.get(name):
                 return f"{name} is another one than before"
-        changed = changed_file(self._imported.stamps)
-        if changed is not None:
-            return f"{changed} has changed"
+        if time.monotonic() - self._checked > _CHECKED_FOR_S:
+            self._check_sources()
+        if self._changed is not None:
+            return f"{self._changed} has changed"
         if os.getpriority(os.PRIO_PROCESS, order.stub_pid) < os.getpriority(os.PRIO_PROCESS, 0):
             return "the scheduling priority is another one than before"
         return ""
+
+    def _check_sources(self) -> None:
+        """A thousand files and more: once for all stubs of a start, while torchrun still prepares it."""
+        self._changed = changed_file(self._imported.stamps)
+        self._checked = time.monotonic()
 
     def _fork(self, order: Order, stub: socket.socket) -> Order | None:
         self._end_orphans()

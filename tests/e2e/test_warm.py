@@ -400,11 +400,13 @@ def test_a_stranger_gets_no_worker(cluster: Cluster) -> None:
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.settimeout(5)
             stranger.connect(str(sockets(cluster)[0]))
-            if sent:
-                socket.send_fds(stranger, [sent], [0, 1, 2])
-            stranger.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionResetError):  # where not all was read
-                assert stranger.recv(100) == b""
+            heard = b""
+            with contextlib.suppress(ConnectionError):  # it may hang up before it has heard all
+                if sent:
+                    socket.send_fds(stranger, [sent], [0, 1, 2])
+                stranger.shutdown(socket.SHUT_WR)
+                heard = stranger.recv(100)
+            assert heard == b""
     assert processes.children(warm) == []
     cluster.kill(0)
     assert [fact["parent"] for fact in until_told(cluster, 1)] == [warm] * 2
