@@ -119,7 +119,8 @@ def _ask(sock: "_socket.socket", folder: str) -> str | None:
     message = pack(sys.argv, os.getcwd(), os.environb)  # noqa: PTH109 - no pathlib here
     streams = b"".join(number.to_bytes(4, sys.byteorder) for number in range(3))
     sent = sock.sendmsg([message], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, streams)])
-    sock.sendall(memoryview(message)[sent:])
+    if sent < len(message):  # nothing to send would fail where the answer has come already
+        sock.sendall(memoryview(message)[sent:])
     answer = sock.recv(1024)
     if answer[:1] != ACCEPTED:
         return _reason(answer)

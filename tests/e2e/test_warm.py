@@ -140,22 +140,18 @@ def test_a_forked_worker_is_as_if_torchrun_had_started_it(cluster: Cluster) -> N
 def test_started_as_a_module_with_loader_workers_every_sample_is_used_once(
     cluster: Cluster, workers: str
 ) -> None:
-    overrides = (
-        "train.epochs=3",
-        "loader.workers=1",
-        f"loader.start_method={workers}",
-        "args.n=120",
-    )
-    agent = start(cluster, *overrides, run=("-m", "elastic.run"))
+    overrides = ("train.epochs=1", "loader.workers=1", f"loader.start_method={workers}")
+    agent = start(cluster, "args.delay=0.5", *overrides, run=("-m", "elastic.run"))
     until_told(cluster, 0)
     (warm,) = until_warm(cluster)
     cluster.kill(0)
     assert [fact["parent"] for fact in until_told(cluster, 1)] == [warm] * 2
     pairs = zip(facts(cluster, 0), facts(cluster, 1), strict=True)
     assert [differences(*pair) for pair in pairs] == [{}] * 2
+    (cluster.folder / "hurry").touch()
     assert agent.wait(120) == 0, agent.tail()
     assert records.summary(cluster.url)["restarts"] == 1
-    assert_each_sample_once(cluster.url, 120, 3)
+    assert_each_sample_once(cluster.url, 400, 1)
     until_gone(cluster, 5)
 
 
@@ -195,18 +191,13 @@ def test_a_killed_worker_ends_its_stub_by_the_same_signal(cluster: Cluster) -> N
 
 
 def test_exit_codes_pass_through_the_stub(cluster: Cluster) -> None:
-    marker = cluster.folder / "marker"
-    # The first kill makes the worker that ends with 3 a forked one.
-    agent = cluster.start(
-        f"{SUPPORT}/tracer.py:Faulty",
-        "args.step=120", "args.kind=exit", f"args.marker={marker}", "args.n=400", f"args.delay={DELAY}",
-        "train.global_batch_size=4", "train.epochs=3", "checkpoint.tier.memory=1 step", max_restarts=3,
-    )  # fmt: skip
-    cluster.until_step(5)
+    agent = start(cluster)
+    until_told(cluster, 0)
     until_warm(cluster)
-    assert not marker.exists()
     cluster.kill(0)
-    cluster.until_started(3)
+    until_told(cluster, 1)
+    (cluster.folder / "exit-1").touch()
+    until_told(cluster, 2)
     assert "failed (exitcode: 3) local_rank: 1" in agent.output(), agent.tail()
 
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.support.tracer import Counter, rank_here
+from jobs.job import Loss
+from tests.support.tracer import Batch, Counter, rank_here
 
 os.environ["SET_AT_IMPORT"] = "by the job"
 
@@ -31,7 +32,10 @@ def bits_of(mask: str) -> list[int]:
 
 
 class Told(Counter):
-    """A Counter that tells its facts when its model is made."""
+    """A Counter that tells its facts when its model is made.
+
+    Files in `folder` steer it: with `hurry` no step is delayed any more; at `exit-N` rank N ends with 3.
+    """
 
     def __init__(self, folder: str, n: int = 400, delay: float = 0.0) -> None:
         super().__init__(n, delay)
@@ -46,6 +50,15 @@ class Told(Counter):
         with (Path(self.folder) / "facts").open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.facts()) + "\n")
         return super().model()
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        folder = Path(self.folder)
+        if (folder / "hurry").exists():
+            self.delay = 0.0
+        if (folder / f"exit-{rank_here()}").exists():
+            (folder / f"exit-{rank_here()}").unlink()
+            os._exit(3)
+        return super().loss(model, batch)
 
     def facts(self) -> dict[str, Any]:
         """What is told."""
