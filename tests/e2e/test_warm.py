@@ -152,7 +152,7 @@ def test_started_as_a_module_with_loader_workers_every_sample_is_used_once(
     assert agent.wait(120) == 0, agent.tail()
     assert records.summary(cluster.url)["restarts"] == 1
     assert_each_sample_once(cluster.url, 400, 1)
-    until_gone(cluster, 5)
+    until_gone(cluster, 10)
 
 
 def test_a_killed_stub_takes_its_worker_along_before_the_next_start(cluster: Cluster) -> None:
@@ -164,41 +164,31 @@ def test_a_killed_stub_takes_its_worker_along_before_the_next_start(cluster: Clu
     stub = agent.workers()[1]
     assert stub != old[1]
     processes.send([stub], signal.SIGKILL)
-    cluster.until(lambda: not processes.is_alive(old[1]), "the worker's end", timeout_s=1)
-    until_told(cluster, 2)
+    cluster.until(lambda: not processes.is_alive(old[1]), "the worker's end", timeout_s=5)
+    assert [fact["siblings"] for fact in until_told(cluster, 2)] == [[], []]
     assert not processes.is_alive(old[0])
     cause = records.claims(cluster.url)[3]["cause"]
     assert cause == "worker killed (SIGKILL, rank 1)"
 
 
-def test_a_killed_worker_ends_its_stub_by_the_same_signal(cluster: Cluster) -> None:
-    agent = start(cluster)
-    until_told(cluster, 0)
+def test_the_stub_ends_by_the_workers_signal_or_code(cluster: Cluster) -> None:
+    # One worker: of several torchrun names the failure that it sees first.
+    agent = start(cluster, nproc=1)
+    until_told(cluster, 0, nproc=1)
     until_warm(cluster)
     cluster.kill(0)
-    first = until_told(cluster, 1)
-    processes.send([first[0]["pid"]], signal.SIGSEGV)
-    second = until_told(cluster, 2)
-    processes.send([second[1]["pid"]], signal.SIGKILL)
-    until_told(cluster, 3)
-    causes = [records.claims(cluster.url)[number]["cause"] for number in (3, 4)]
-    assert causes == ["worker killed (SIGSEGV, rank 0)", "worker killed (SIGKILL, rank 1)"]
-    failed = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d)", agent.output())
-    # torchrun names the first failure that it sees, which may be the peer's.
-    assert len(failed) == 3
-    assert set(failed) <= {("-9", "0"), ("1", "0"), ("1", "1"), ("-11", "0"), ("-9", "1")}
-    assert ("-11", "0") in failed or ("-9", "1") in failed
-
-
-def test_exit_codes_pass_through_the_stub(cluster: Cluster) -> None:
-    agent = start(cluster)
-    until_told(cluster, 0)
-    until_warm(cluster)
-    cluster.kill(0)
-    until_told(cluster, 1)
-    (cluster.folder / "exit-1").touch()
-    until_told(cluster, 2)
-    assert "failed (exitcode: 3) local_rank: 1" in agent.output(), agent.tail()
+    (worker,) = until_told(cluster, 1, nproc=1)
+    processes.send([worker["pid"]], signal.SIGSEGV)
+    (worker,) = until_told(cluster, 2, nproc=1)
+    processes.send([worker["pid"]], signal.SIGKILL)
+    until_told(cluster, 3, nproc=1)
+    (cluster.folder / "exit-0").touch()
+    until_told(cluster, 4, nproc=1)
+    failed = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: 0", agent.output())
+    assert failed == ["-9", "-11", "-9", "3"], agent.tail()
+    causes = [records.claims(cluster.url)[number]["cause"] for number in (2, 3, 4)]
+    killed = [f"worker killed ({name}, rank 0)" for name in ("SIGKILL", "SIGSEGV", "SIGKILL")]
+    assert causes == killed
 
 
 def test_a_signal_to_the_stub_reaches_the_worker(cluster: Cluster) -> None:
@@ -212,7 +202,7 @@ def test_a_signal_to_the_stub_reaches_the_worker(cluster: Cluster) -> None:
     assert records.status(cluster.url) == "preempted"
     assert records.summary(cluster.url)["restarts"] == 1
     assert "Traceback" not in agent.output(), agent.tail()
-    until_gone(cluster, 5)
+    until_gone(cluster, 10)
 
 
 def test_sigterm_to_the_agent_saves_and_leaves_nothing(cluster: Cluster) -> None:
@@ -224,7 +214,7 @@ def test_sigterm_to_the_agent_saves_and_leaves_nothing(cluster: Cluster) -> None
     agent.signal(signal.SIGTERM)
     assert agent.wait(40) == 1
     assert records.status(cluster.url) == "preempted"
-    until_gone(cluster, 5)
+    until_gone(cluster, 10)
 
 
 def test_a_stopped_stub_stops_its_worker(cluster: Cluster) -> None:
@@ -235,9 +225,9 @@ def test_a_stopped_stub_stops_its_worker(cluster: Cluster) -> None:
     worker = until_told(cluster, 1)[1]["pid"]
     stub = agent.workers()[1]
     processes.send([stub], signal.SIGSTOP)
-    cluster.until(lambda: processes.state(worker) == "T", "the worker's stop", timeout_s=2)
+    cluster.until(lambda: processes.state(worker) == "T", "the worker's stop", timeout_s=10)
     processes.send([stub], signal.SIGCONT)
-    cluster.until(lambda: processes.state(worker) in {"S", "R", "D"}, "its going on", timeout_s=2)
+    cluster.until(lambda: processes.state(worker) in {"S", "R", "D"}, "its going on", timeout_s=10)
 
 
 @pytest.mark.parametrize("forked", [False, True])
@@ -250,7 +240,7 @@ def test_nothing_outlives_a_killed_agent(cluster: Cluster, forked: bool) -> None
         until_told(cluster, 1)
     agent.signal(signal.SIGKILL)
     agent.wait(5)
-    until_gone(cluster, 5)
+    until_gone(cluster, 10)
 
 
 def test_a_warm_process_that_still_imports_ends_with_its_agent(cluster: Cluster) -> None:
@@ -264,7 +254,7 @@ def test_a_warm_process_that_still_imports_ends_with_its_agent(cluster: Cluster)
     agent.signal(signal.SIGKILL)
     agent.wait(5)
     assert not sockets(cluster)
-    until_gone(cluster, 5)
+    until_gone(cluster, 10)
 
 
 def test_after_the_warm_process_is_killed_the_next_start_is_ordinary(cluster: Cluster) -> None:

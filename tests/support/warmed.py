@@ -18,9 +18,21 @@ import torch
 from torch import nn
 
 from jobs.job import Loss
+from tests.support import processes
 from tests.support.tracer import Batch, Counter, rank_here
 
 os.environ["SET_AT_IMPORT"] = "by the job"
+
+
+def living(name: str, parent: int, *, but: int) -> list[int]:
+    """Other processes of a name under the same parent."""
+    return [
+        pid
+        for pid in processes.children(parent)
+        if pid != but
+        and processes.is_alive(pid)
+        and Path(f"/proc/{pid}/comm").read_text() == f"{name}\n"
+    ]
 
 
 def bits_of(mask: str) -> list[int]:
@@ -75,6 +87,7 @@ class Told(Counter):
             "parent": os.getppid(),
             "restart": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
             "drawn": self.drawn,
+            "siblings": living(f"elastic rank {rank_here()}", os.getppid(), but=pid),
             "same": {
                 "argv": sys.argv,
                 "cwd": str(Path.cwd()),
