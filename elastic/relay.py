@@ -41,7 +41,13 @@ ENDED = b"E"
 """Followed by the worker's wait status, four bytes."""
 GO = b"G"
 """The stub's last word: from here on it waits for the worker's end, however long."""
-RELAYED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGWINCH")
+_NOT_RELAYED = (
+    "SIGKILL", "SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGCONT", "SIGCHLD", "SIGPIPE"
+)  # fmt: skip
+RELAYED = frozenset(map(int, signal.valid_signals())).difference(
+    int(getattr(signal, name)) for name in _NOT_RELAYED
+)
+"""All but those that cannot be, or are a process's own business; SIGSEGV and its like too, for whoever sends them."""
 _ANSWER_S = 2.0
 """A warm process that does not answer by then is stopped or stuck: the ordinary start takes less."""
 _OFF = frozenset({"0", "off", "no", "false"})
@@ -179,8 +185,7 @@ def _relay(sock: "_socket.socket") -> str:
             return
 
     before = {}
-    for name in RELAYED:
-        number = getattr(signal, name)
+    for number in RELAYED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, handler)
     told = _hear(sock)

@@ -34,7 +34,6 @@ _TALK_S: Final = 1.0
 _LOOK_S: Final = 0.25
 """How often it is looked whether a stub has been stopped."""
 _CHECKED_FOR_S: Final = 0.5
-_RELAYED: Final = frozenset(int(getattr(signal, name)) for name in RELAYED)
 _MOST_IDLE_STARTS: Final = 2
 """After so many generations in a row of which no worker came to a step, forking itself may be what is wrong."""
 
@@ -199,7 +198,7 @@ class Server:
         except OSError:
             numbers = b""
         for number in numbers:
-            if number in _RELAYED:
+            if number in RELAYED:
                 os.kill(worker.pid, number)
         if not numbers and not worker.ending:
             worker.ending = True

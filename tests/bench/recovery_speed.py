@@ -3,7 +3,7 @@
     python tests/bench/recovery_speed.py [--kills 50] [--blocks 5] [--arms warm,cold,plain] [--every 3]
 
 Each arm is a torchrun with two workers on this node, without changes to torchrun; the arms take turns, in blocks of kills. `warm` is the
-project as it is, `cold` the same with ELASTIC_WARM=0, `plain` DDP with torch.save at each step (tests/support/plain_ddp.py). A recovery
+project as it is (its warm process is there some seconds after the start: `--settle`), `cold` the same with ELASTIC_WARM=0, `plain` DDP with torch.save at each step (tests/support/plain_ddp.py). A recovery
 is over when rank 0 has done a step that began after the kill; one that takes 20 s is counted as none, and that arm starts anew.
 Parts: `torchrun` until new workers' processes are there, `import` until the job is made, `meet` until the ranks have met
 and the process group stands, `restore` until the state is back, `step` until the first step is done.
@@ -154,6 +154,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--arms", default="warm,cold,plain")
     parser.add_argument("--every", type=float, default=3.0, help="seconds of work before a kill")
+    parser.add_argument(
+        "--settle", type=float, default=10.0, help="seconds of work before the first"
+    )
     parser.add_argument("--seed", type=int, default=0)
     found = parser.parse_args()
     moments = random.Random(found.seed)
@@ -162,6 +165,7 @@ def main() -> None:
         for block in range(found.blocks):
             for arm in arms:
                 arm.start()
+                time.sleep(found.settle)
                 try:
                     for _ in range(
                         found.kills * block // found.blocks,

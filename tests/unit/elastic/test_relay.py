@@ -93,7 +93,14 @@ def test_signals_are_passed_on_and_do_not_end_the_stub(listener: socket.socket) 
     process = start()
     with take_over(listener) as stub:
         time.sleep(0.2)  # until then a signal ends it, as it would end any Python that starts
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGUSR1,
+            signal.SIGABRT,
+            signal.SIGSEGV,
+            40,
+        ):
             process.send_signal(number)
             assert stub.recv(10) == bytes([number])
         assert process.poll() is None
