@@ -27,6 +27,7 @@ from types import FrameType
 from typing import NoReturn, Protocol
 
 from checkpoints.layout import AgentId
+from checkpoints.processes import is_alive, process_start
 from elastic.errors import StartError
 
 __all__ = [
@@ -82,22 +83,6 @@ def current_agent(place: Launched, environ: Mapping[str, str]) -> AgentId:
             f"agent: found no process {pid} in /proc, expected the one that started this worker"
         )
     return AgentId(host=socket.gethostname(), boot_id=_boot_id(), pid=pid, start=start)
-
-
-def process_start(pid: int) -> int | None:
-    """Return when a process started, in ticks since boot, or None where it is gone (a zombie is gone)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    # The command name stands in parentheses and may hold spaces and parentheses itself.
-    fields = text[text.rfind(")") + 2 :].split()
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-def is_alive(pid: int, start: int) -> bool:
-    """Tell whether the process of this pid is still the one that started then."""
-    return process_start(pid) == start
 
 
 def is_known_dead(agent: AgentId) -> bool | None:
