@@ -133,9 +133,5 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     # The machine's own credentials and endpoints have no part in this.
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         del os.environ[name]
-    server.start()
-    try:
-        server.make_bucket()
+    with server.running():
         yield server
-    finally:
-        server.stop()

@@ -219,12 +219,8 @@ def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServ
     """A running Azurite with an empty container."""
     _need_package("adlfs", "adlfs")
     server = AzureServer(tmp_path_factory.mktemp("azurite"), need_tool("azurite-blob"))
-    server.start()
-    try:
-        server.make_bucket()
+    with server.running():
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")
@@ -240,12 +236,8 @@ def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
     shutil.copyfile(_get_binary_path(), program)
     program.chmod(0o755)
     server = GcsServer(folder, str(program))
-    server.start()
-    try:
-        server.make_bucket()
+    with server.running():
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")
@@ -254,9 +246,8 @@ def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SftpServer
     _need_package("paramiko", "paramiko")
     folder = tmp_path_factory.mktemp("sftp")
     server = SftpServer(folder, need_tool("sshd"), need_tool("ssh-keygen"))
-    server.start()
-    yield server
-    server.stop()
+    with server.running():
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -264,9 +255,5 @@ def mini_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniServer
     """A running ministack with an empty bucket."""
     _need_package("s3fs", "s3fs")
     server = MiniServer(tmp_path_factory.mktemp("ministack"), need_tool("ministack"))
-    server.start()
-    try:
-        server.make_bucket()
+    with server.running():
         yield server
-    finally:
-        server.stop()

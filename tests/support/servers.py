@@ -1,12 +1,14 @@
 """Servers on loopback that a test starts and ends by their pids: how they get ready, die and come back."""
 
+import contextlib
 import http.client
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Self
 
 READY_S = 60.0
 LOOPBACK = "127.0.0.1"
@@ -75,6 +77,19 @@ class Server:
             return False
         finally:
             connection.close()
+
+    def make_bucket(self) -> None:
+        """Make what its URLs lie in; nothing where they need nothing."""
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Self]:
+        """Have it ready, with its bucket, and end it afterwards."""
+        self.start()
+        try:
+            self.make_bucket()
+            yield self
+        finally:
+            self.stop()
 
     def kill(self) -> None:
         """End it at once, as a power cut would end the process."""
