@@ -4,8 +4,10 @@ Everything is imported when it is first asked for, so that an error in the confi
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = (
+    False  # `typing` alone would double the time in which a stub (elastic.relay) is there
+)
 if TYPE_CHECKING:
     from elastic.core import Run as Run
     from elastic.errors import AttentionError as AttentionError

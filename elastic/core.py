@@ -118,6 +118,9 @@ class Run(Saves):
         self.records.step(self.progress, samples, loss=loss, skipped=skipped, values=values)
         if self.is_primary:
             self.records.console.update(samples, self._status)
+        if self.at_first_step is not None:
+            self.at_first_step()
+            self.at_first_step = None
         if self._setup.step_delay_s:
             time.sleep(self._setup.step_delay_s)
 

@@ -98,6 +98,8 @@ class Generation:
         self._skips: frozenset[Position] = frozenset()
         self._stop_asked: str | None = None
         self._finished = False
+        self.at_first_step: Callable[[], None] | None = None
+        """Called once, when this generation has done its first step."""
         self.left = False
         """Whether somebody was told to leave, so that this generation ended by agreement."""
 

@@ -14,10 +14,10 @@ from types import TracebackType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping, Sequence
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
     from typing import Any, NoReturn
 
-__all__ = ["handlers", "prepare", "starts_our_runner"]
+__all__ = ["handlers", "node_range", "prepare", "starts_our_runner"]
 
 LAUNCHERS = ("torchrun", "torchrun.py", "run.py", "launch.py")
 """Names under which torchrun runs: its script, `-m torch.distributed.run` and `-m torch.distributed.launch`."""
@@ -51,7 +51,7 @@ def prepare(argv: "Sequence[str]", environ: "MutableMapping[str, str]") -> None:
     sys.excepthook = _tell
     options, _ = _parse(argv)
     backend = options.get("rdzv-backend", environ.get("PET_RDZV_BACKEND", "static"))
-    nodes = options.get("nnodes", environ.get("PET_NNODES", "1:1"))
+    nodes = node_range(argv, environ)
     if backend != "c10d" or "standalone" in options:
         return
     if nodes.rpartition(":")[2] == "1":
@@ -63,6 +63,12 @@ def prepare(argv: "Sequence[str]", environ: "MutableMapping[str, str]") -> None:
     new = {name: value for name, value in given.items() if name not in environ}
     environ.update(new)
     logging.getLogger(__name__).info("set for this torchrun: %s", new)
+
+
+def node_range(argv: "Sequence[str]", environ: "Mapping[str, str]") -> str:
+    """Return the number or range of nodes that a torchrun command line asks for."""
+    options, _ = _parse(argv)
+    return options.get("nnodes", environ.get("PET_NNODES", "1:1"))
 
 
 def starts_our_runner(argv: "Sequence[str]") -> bool:

@@ -52,6 +52,7 @@ _Found = tuple[Record, KeyStore]
 """An address, and its store, reached."""
 
 DEFAULT_TIMEOUT_S: Final = 90.0  # who comes later costs one more restart
+_FIRST_POLL_S: Final = 0.002
 _POLL_S: Final = 0.03
 _GLANCE_S: Final = 0.5
 """How often a rank that is shaking hands looks for a newer address."""
@@ -188,6 +189,10 @@ class _Party:
         self.deadline = deadline
         self.timeout_s = timeout_s
         self.mine = json.dumps({"nonce": me, "hello": hello})
+        self._pause_s = _FIRST_POLL_S
+        self._answered = time.monotonic()
+        self._later: dict[str, float] = {}
+        """Nonces of addresses that are not to be tried now, and when they are again."""
 
     def is_late(self) -> bool:
         return time.monotonic() > self.deadline
@@ -201,8 +206,13 @@ class _Party:
         return "; ".join(f"{channel}: {channel.trouble or 'reached'}" for channel in self.channels)
 
     def rest(self) -> None:
-        # Many ranks share one server.
-        time.sleep(_POLL_S * max(1.0, self.place.world_size / 64))
+        """Wait before the next look; longer each time, until something has come."""
+        time.sleep(self._pause_s * max(1.0, self.place.world_size / 64))  # many share one server
+        self._pause_s = min(1.2 * self._pause_s, _POLL_S)
+
+    def hurry(self) -> None:
+        """Something has come, and the answer to it will not be long."""
+        self._pause_s = _FIRST_POLL_S
 
 
 class _Host(_Party):
@@ -225,6 +235,7 @@ class _Host(_Party):
                 nonces = [one["nonce"] for one in found]
                 if nonces != present:
                     # Whoever is new has not seen the session before, and whoever was replaced never acks this one.
+                    self.hurry()
                     present, session = nonces, f"{self.me}.{secrets.token_hex(4)}"
                     hellos = [one["hello"] for one in found]
                     kv.set(
@@ -294,20 +305,6 @@ class _Host(_Party):
 class _Guest(_Party):
     """The side of every other rank."""
 
-    def __init__(
-        self,
-        place: Place,
-        hello: Hello,
-        channels: list[Channel],
-        me: str,
-        deadline: float,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(place, hello, channels, me, deadline, timeout_s)
-        self._answered = time.monotonic()
-        self._later: dict[str, float] = {}
-        """Nonces of addresses that are not to be tried now, and when they are again."""
-
     def meet(self) -> Meeting:
         found: _Found | None = None
         while not self.is_late():
@@ -372,6 +369,7 @@ class _Guest(_Party):
         rank = self.place.rank
         key = f"hello/{rank}"
         kv.set(key, self.mine)
+        self.hurry()
         session = ""
         hellos: list[Hello] = []
         self._answered = time.monotonic()
@@ -382,6 +380,7 @@ class _Guest(_Party):
             if kv.check([_WELCOME]):
                 welcome = json.loads(kv.get(_WELCOME))
                 if welcome["nonces"][rank] == self.me and welcome["session"] != session:
+                    self.hurry()
                     session, hellos = welcome["session"], welcome["hellos"]
                     kv.set(f"ack/{session}/{rank}", self.me)
             if session and kv.check([f"go/{session}"]):

@@ -87,6 +87,8 @@ class TrainOptions:
     """Fixed slices of the global batch: dropout and BatchNorm then belong to a slice, whatever the number of ranks."""
     reproducible: Literal["off", "bitwise"] = "off"
     """`bitwise`: equal bits of the final weights for every number of ranks and history of faults; needs logical_shards."""
+    warm_start: Literal["auto", "off"] = "auto"
+    """`auto`: where workers may be started again, a process on each node holds what they import, and forks them; `off`: each start imports anew (ELASTIC_WARM=0 does the same)."""
     stop_before: str | None = None
     """Wall-clock limit before which the state is saved and the run ends."""
     step_delay: float = field(default=0.0, metadata=_HIDDEN)

@@ -7,6 +7,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from elastic.errors import ExitCode, StartError
 from elastic.loop import Training
 from elastic.opening import Setup, code_hash, open_session
 from elastic.options import Settings
+from elastic.warming import first_step, is_own_to_start
 from jobs.errors import JobError
 from jobs.job import Job
 from jobs.loading import load_job
@@ -34,6 +36,8 @@ def work(settings: Settings, environ: Mapping[str, str]) -> int:
         job = _load(settings)
         setup = setup_of(settings)
         run = Run(session, setup, code=code_hash(_sources(job)), prepare=job.prepare)
+        if is_own_to_start(session.place, environ, wanted=settings.train.warm_start == "auto"):
+            run.at_first_step = partial(first_step, environ, session.agent, session.folder)
         if not _is_over(run, settings):
             Training(job, settings, run).train()
         run.close()

@@ -104,7 +104,9 @@ def _train(
         moments.fill_(float(step))
         tree = {"model": {"w": weights}, "optimizer": {"m": moments, "step": step}}
         told: list[object] = []
-        while step == steps and not buffers.has_free:  # the last one is saved, however slow the disk is
+        while (
+            step == steps and not buffers.has_free
+        ):  # the last one is saved, however slow the disk is
             writer.wait(1)
             told += writer.look()
         if buffers.has_free:
