@@ -4,19 +4,14 @@ A channel holds one record, the newest. Guarantees: reading never waits for a re
 is dead, silent or holds nonsense is an empty one, with the trouble in words; nothing blocks longer than a probe.
 """
 
-import contextlib
-import fcntl
 import json
 import logging
-import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Final, Protocol
 
 from torch._C._distributed_c10d import Store as KeyStore
@@ -24,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from checkpoints.errors import CheckpointError
 from checkpoints.store import Store
+from elastic.addresses import own_addresses
 from elastic.bounded import run_bounded
 from elastic.errors import StartError
 
@@ -47,7 +43,6 @@ _CLIENT_S: Final = 8.0
 _STORE_TIMEOUT: Final = timedelta(seconds=300)
 _TAKEN_FOR_S: Final = 5.0
 """How long a taken port is waited for: a worker of the last start may still be leaving."""
-_SIOCGIFADDR: Final = 0x8915
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,33 +269,6 @@ def connect(address: Address) -> tuple[TCPStore | None, str]:
 def _client(address: Address) -> TCPStore:
     timeout = timedelta(seconds=_CLIENT_S)
     return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def own_addresses(*, one_node: bool, given: str | None) -> tuple[str, ...]:
-    """List the addresses under which this host may be reached, the likeliest first."""
-    found: list[str] = []
-    wanted = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    names = [name for _, name in socket.if_nameindex()]
-    for name in [*wanted, *names]:
-        found += _interface_addresses(name)
-    loop = [address for address in found if address.startswith("127.") or address == "::1"]
-    others = [address for address in found if address not in loop]
-    named = [given] if given else []
-    ordered = ["127.0.0.1", *others, *named] if one_node else [*others, *named, *loop, "127.0.0.1"]
-    return tuple(dict.fromkeys(ordered))
-
-
-def _interface_addresses(name: str) -> list[str]:
-    found: list[str] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        found.append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            digits, _, _, scope, _, device = line.split()
-            if device == name and scope == "00":  # global
-                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    return found
 
 
 def _first_line(error: BaseException) -> str:

@@ -40,7 +40,7 @@ def _no_rendezvous(params: object) -> "NoReturn":
     """Refuse `--rdzv-backend=elastic`: the name is there for the settings alone."""
     raise ValueError(
         f"rdzv_backend: found {getattr(params, 'backend', 'elastic')!r}, which elastic-trainer does not serve;"
-        " use --rdzv_backend=c10d"
+        " use --rdzv_backend=fsspec, or c10d"
     )
 
 
@@ -99,12 +99,21 @@ def _parse(argv: "Sequence[str]") -> "tuple[dict[str, str], str]":
     return options, ""
 
 
+def _backend() -> str:
+    options, _ = _parse(sys.argv)
+    return options.get("rdzv-backend", os.environ.get("PET_RDZV_BACKEND", "static"))
+
+
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Tell torchrun's own ends in a line each: the workers have told theirs above. All else as ever."""
     if kind.__name__ == "ChildFailedError":
         line = "; ".join(_failures(error))
     elif kind.__name__ == "SignalException":
         line = f"ended by signal {getattr(getattr(error, 'sigval', None), 'name', 'unknown')}"
+    elif kind.__module__ == "elastic.errors" or (
+        kind.__name__.startswith("Rendezvous") and _backend() == "fsspec"
+    ):
+        line = str(error).partition("\n")[0]
     elif kind.__name__ == "RendezvousConnectionError":
         options, _ = _parse(sys.argv)
         given = os.environ.get("PET_RDZV_ENDPOINT", "localhost:29400")

@@ -17,7 +17,7 @@ def write_distribution(folder: Path, *, entry_point: bool) -> Path:
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 0.1.0\n")
     if entry_point:
-        text = "[torchrun.handlers]\nelastic = elastic.hook:handlers\n"
+        text = "[torchrun.handlers]\nelastic = elastic.hook:handlers\nfsspec = elastic.plugin:handlers\n"
         (info / "entry_points.txt").write_text(text)
     return folder
 

@@ -110,7 +110,9 @@ def test_no_setting_where_no_node_can_join_or_the_back_end_is_another(words: lis
 
 def test_back_end_by_our_name_is_refused_in_one_line() -> None:
     create = handlers()
-    with pytest.raises(ValueError, match=r"rdzv_backend: found 'elastic'.*use --rdzv_backend=c10d"):
+    with pytest.raises(
+        ValueError, match=r"rdzv_backend: found 'elastic'.*use --rdzv_backend=fsspec, or c10d"
+    ):
         create(SimpleNamespace(backend="elastic"))
 
 
