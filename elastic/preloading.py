@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
-from elastic.agent import is_alive
+from checkpoints.processes import is_alive
 from elastic.sources import Stamps, files_of, stamps_of
 from elastic.warming import Plan, is_of_a_start
 

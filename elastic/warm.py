@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
-from elastic.agent import process_start
+from checkpoints.processes import process_start
 from elastic.forked import BROKEN, Order, become_worker
 from elastic.preloading import Imported, preload
 from elastic.relay import ACCEPTED, ENDED, GO, REFUSED, RELAYED, SOCKET, peer_of, unpack
@@ -203,18 +203,15 @@ class Server:
         if not numbers and not worker.ending:
             worker.ending = True
             os.kill(worker.pid, signal.SIGKILL)
-            # Its session: loader workers and the like, which torchrun's own signal to the group would have met.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)
+            _end_session(worker.pid)
 
     def _mirror_stop(self, worker: Hosted) -> None:
         """A stop cannot be caught and passed on by the stub."""
-        with contextlib.suppress(OSError, IndexError):
-            text = Path(f"/proc/{worker.stub_pid}/stat").read_text(errors="replace")
-            stopped = text.rpartition(")")[2].split()[0] == "T"
-            if stopped != worker.stopped:
-                worker.stopped = stopped
-                os.kill(worker.pid, signal.SIGSTOP if stopped else signal.SIGCONT)
+        fields = _stat(worker.stub_pid)
+        stopped = fields[:1] == ["T"]
+        if fields and stopped != worker.stopped:
+            worker.stopped = stopped
+            os.kill(worker.pid, signal.SIGSTOP if stopped else signal.SIGCONT)
 
     def _has_ended(self, worker: Hosted, *, wait: bool = False) -> bool:
         """Reap a worker that has ended, and tell its stub how."""
@@ -366,8 +363,26 @@ class Server:
         return order
 
 
+def _end_session(leader: int) -> None:
+    """End what a worker has started, loader workers and the like, which torchrun's own signal to the group would meet.
+
+    All but multiprocessing's tracker: it ends by itself, once it has unlinked the semaphores of those that were killed.
+    """
+    for entry in os.listdir("/proc"):  # noqa: PTH208 - names alone
+        if entry.isdigit() and int(entry) != leader and _stat(int(entry))[3:4] == [str(leader)]:
+            with contextlib.suppress(OSError):
+                if b"resource_tracker" not in Path("/proc", entry, "cmdline").read_bytes():
+                    os.kill(int(entry), signal.SIGKILL)
+
+
 def _parent(pid: int) -> int:
-    with contextlib.suppress(OSError, IndexError, ValueError):
+    fields = _stat(pid)
+    return int(fields[1]) if fields else -1
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent, group, session and so on; empty where the process is gone."""
+    with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(text.rpartition(")")[2].split()[1])
-    return -1
+        return text.rpartition(")")[2].split()
+    return []

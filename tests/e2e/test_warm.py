@@ -18,6 +18,7 @@ from tests.support.cluster import MARK, Agent, Cluster
 
 Facts = dict[str, Any]
 DELAY = 0.05
+SHARED = Path("/dev/shm")  # noqa: S108 - where the C library keeps them
 
 
 def start(
@@ -92,6 +93,14 @@ def name_of(pid: int) -> str:
         return ""
 
 
+def semaphores(pid: int) -> list[Path]:
+    """The named semaphores that a process holds, e.g. those of its loader's queues."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    held = {int(line.split()[4]) for line in lines if "/sem." in line}
+    # By number: a map shows the name under which one was made, before it got its own.
+    return [path for path in SHARED.glob("sem.mp-*") if path.stat().st_ino in held]
+
+
 def until_warm(cluster: Cluster, agents: int = 1) -> list[int]:
     """Wait until there is a warm process for each agent."""
 
@@ -148,9 +157,14 @@ def test_started_as_a_module_with_loader_workers_every_sample_is_used_once(
     assert [fact["parent"] for fact in until_told(cluster, 1)] == [warm] * 2
     pairs = zip(facts(cluster, 0), facts(cluster, 1), strict=True)
     assert [differences(*pair) for pair in pairs] == [{}] * 2
+    named = [path for fact in facts(cluster, 1) for path in semaphores(fact["pid"])]
+    assert bool(named) == (workers == "spawn")
+    cluster.kill(0)
+    until_told(cluster, 2)
     (cluster.folder / "hurry").touch()
     assert agent.wait(120) == 0, agent.tail()
-    assert records.summary(cluster.url)["restarts"] == 1
+    assert records.summary(cluster.url)["restarts"] == 2
+    assert not [path for path in named if path.exists()]
     assert_each_sample_once(cluster.url, 400, 1)
     until_gone(cluster, 10)
 
