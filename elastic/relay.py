@@ -10,6 +10,7 @@ Imports what costs next to nothing: a stub is there in 20 ms, where `socket` or 
 
 import _socket  # the C half of socket
 import os
+import select
 import signal
 import sys
 
@@ -178,17 +179,17 @@ def _relay(sock: "_socket.socket") -> str:
 
     def handler(number: int, _frame: object) -> None:
         came.append(number)
-        # Where the other side is gone the loop below ends us.
-        try:
-            sock.send(bytes([number]))
-        except OSError:
-            return
 
+    # The number goes out where the kernel hands the signal over. A Python handler alone could come too late: one that
+    # arrives just before a blocking call is not handled until that returns.
+    sock.setblocking(False)
+    signal.set_wakeup_fd(sock.fileno(), warn_on_full_buffer=False)
     before = {}
     for number in RELAYED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, handler)
     told = _hear(sock)
+    signal.set_wakeup_fd(-1)
     if told[:1] == ENDED:
         _end_as(int.from_bytes(told[1:], "little"))
     if not told:
@@ -207,9 +208,14 @@ def _relay(sock: "_socket.socket") -> str:
 def _hear(sock: "_socket.socket") -> bytes:
     """Wait for the warm process's last word; empty where it is gone without."""
     told = b""
+    poll = select.poll()
+    poll.register(sock.fileno(), select.POLLIN)
     while not (told[:1] == ENDED and len(told) == 5):
         try:
+            poll.poll()
             more = sock.recv(1024)
+        except BlockingIOError:
+            continue
         except OSError:
             more = b""
         if not more:

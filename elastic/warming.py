@@ -163,7 +163,7 @@ def _plan(agent: AgentId, folder: Path) -> Plan:
         path=list(sys.path),
         modules=_names(sys.modules),
         files=files_of(sys.modules),
-        script=os.path.abspath(main.__file__ or sys.argv[0]),  # noqa: PTH100 - a text
+        script=os.path.abspath(getattr(main, "__file__", None) or sys.argv[0]),  # noqa: PTH100 - a text
         module=None if spec is None else spec.name,
     )
 
