@@ -18,6 +18,7 @@ from elastic.errors import ExitCode, StartError
 from elastic.loop import Training
 from elastic.opening import Setup, code_hash, open_session
 from elastic.options import Settings
+from elastic.uncompiled import postpone_compiler
 from elastic.warming import first_step, is_own_to_start
 from jobs.errors import JobError
 from jobs.job import Job
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 def work(settings: Settings, environ: Mapping[str, str]) -> int:
     """Train; returns the exit code of section 10, or ends the agent with it."""
+    postpone_compiler()
     session = open_session(environ, settings.signals)
     run: Run | None = None
     try:
