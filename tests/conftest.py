@@ -1,4 +1,4 @@
-"""Marks tests by their folder, and leaves benches and soaks out of a run that did not ask for them."""
+"""Marks tests by their folder; leaves benches and soaks, also those marked singly, out of a run that did not ask for them."""
 
 from pathlib import Path
 
@@ -33,7 +33,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = folder_mark(item.path)
         if mark is not None:
             item.add_marker(mark)
-        (dropped if mark in left_out else kept).append(item)
+        marked = any(item.get_closest_marker(name) is not None for name in left_out)
+        (dropped if marked else kept).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept

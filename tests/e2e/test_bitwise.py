@@ -28,6 +28,7 @@ def test_digits_have_the_same_bits_through_kills_and_worlds_of_4_2_3_1_and_4(
     assert len(found.losses) == 48
 
 
+@pytest.mark.soak
 def test_digits_have_the_same_bits_in_an_undisturbed_world_of_3_with_other_readers(
     alone: Bits, tmp_path: Path
 ) -> None:
@@ -35,6 +36,7 @@ def test_digits_have_the_same_bits_in_an_undisturbed_world_of_3_with_other_reade
     assert run_worlds(tmp_path / "run", DIGITS, overrides, [], last=3) == alone
 
 
+@pytest.mark.soak
 def test_breaker_default_mode_has_other_bits_in_another_world(tmp_path: Path) -> None:
     # Or the tests above would prove nothing.
     found = [

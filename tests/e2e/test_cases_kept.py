@@ -11,6 +11,7 @@ from tests.support import records
 from tests.support.cases import EACH_STEP, REL, SUPPORT, run_once, weight
 from tests.support.cluster import Cluster
 from tests.support.phased import reference
+from tests.support.soaking import soaked
 
 AVERAGED = (
     *EACH_STEP,
@@ -42,7 +43,7 @@ def averages(url: Path, step: int, generation: int | None = None) -> tuple[float
     return float(found[0]["w"]), float(found[1]["w"])
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [*soaked(1), 2])
 def test_c40_weights_and_average_survive_a_kill(cluster: Cluster, world: int) -> None:
     given = ("args.kill=3@0", f"args.marks={cluster.folder / 'marks'}")
     agent = cluster.start(kept("Averaged"), *AVERAGED, *given, nproc=world, max_restarts=1)
@@ -87,7 +88,7 @@ def _find(tree: Any, key: str) -> Any:
     return next((one for one in found if one is not None), None)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [*soaked(1), 2])
 def test_c39_the_loss_scale_and_its_growth_go_on(cluster: Cluster, world: int) -> None:
     overrides = (
         *EACH_STEP,
@@ -111,7 +112,7 @@ def test_c39_the_loss_scale_and_its_growth_go_on(cluster: Cluster, world: int) -
     assert steps[5].generation > steps[4].generation
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [*soaked(1, 2), 3])
 def test_gan_that_is_killed_ends_as_a_plain_loop_does(cluster: Cluster, world: int) -> None:
     overrides = (*EACH_STEP, "train.epochs=2", "train.global_batch_size=4")
     kill = ("args.kill=3@0 5@0", f"args.marks={cluster.folder / 'marks'}")

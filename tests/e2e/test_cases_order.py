@@ -15,6 +15,7 @@ from tests.support.cases import (
     weight,
 )
 from tests.support.cluster import Cluster
+from tests.support.soaking import soaked
 
 
 def test_c01_the_rest_of_the_epoch_is_not_shuffled_anew(cluster: Cluster) -> None:
@@ -37,7 +38,7 @@ def test_c02_the_resume_offset_is_that_of_one_epoch(cluster: Cluster) -> None:
     assert weights == pytest.approx([2.48025, 3.8690025, 7.577655], rel=REL)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [*soaked(0), 2])
 def test_c03_a_resume_in_a_later_epoch_has_that_epochs_order(
     cluster: Cluster, workers: int
 ) -> None:
@@ -72,7 +73,7 @@ def test_c04_what_the_loader_fetched_is_not_what_was_trained(cluster: Cluster) -
     assert final_weight(cluster.url) == pytest.approx(18.302863, rel=REL)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [3, *soaked(1, 2, 4)])
 def test_c05_n_is_no_multiple_of_world_or_batch(cluster: Cluster, world: int) -> None:
     overrides = (*EACH_STEP, "args.n=10", "train.epochs=3", "train.global_batch_size=4")
     summary = run_once(cluster, tracer(), *overrides, nproc=world)
@@ -89,8 +90,7 @@ def test_c05_only_drop_last_leaves_samples_out(cluster: Cluster) -> None:
     assert final_weight(cluster.url) == pytest.approx(0.8825, rel=REL)
 
 
-@pytest.mark.parametrize("epoch", [1, 2])
-@pytest.mark.parametrize("n", [8, 9])
+@pytest.mark.parametrize(("n", "epoch"), [(8, 1), (9, 2), *soaked((8, 2), (9, 1))])
 def test_c06_a_checkpoint_at_the_end_of_an_epoch(cluster: Cluster, n: int, epoch: int) -> None:
     steps_per_epoch = -(-n // 4)
     overrides = (*EACH_STEP, f"args.n={n}", "train.epochs=3", "train.global_batch_size=4")

@@ -15,6 +15,7 @@ from tests.support.cases import (
     weight,
 )
 from tests.support.cluster import Cluster
+from tests.support.soaking import soaked
 
 
 def test_c37_the_cosine_rate_goes_on_after_a_resume(cluster: Cluster) -> None:
@@ -83,8 +84,10 @@ def contents(url: Path) -> dict[str, bytes]:
     ("change", "telling"),
     [
         ("args.width=8", ("extra.bias", "(4,)", "(8,)", "3 more")),
-        ("args.name=other", ("layer.bias", "(4,)", "missing", "3 more")),
-        ("args.extra=false", ("extra.bias", "(4,)", "missing", "1 more")),
+        *soaked(
+            ("args.name=other", ("layer.bias", "(4,)", "missing", "3 more")),
+            ("args.extra=false", ("extra.bias", "(4,)", "missing", "1 more")),
+        ),
     ],
 )
 def test_c44_a_changed_model_is_refused(

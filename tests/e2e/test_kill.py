@@ -18,6 +18,7 @@ from tests.support.cases import (
 )
 from tests.support.cluster import Agent, Cluster
 from tests.support.kills import recover_from_kills
+from tests.support.soaking import soaked
 
 EPOCHS = 3
 
@@ -91,7 +92,7 @@ def test_a_batch_that_three_ranks_do_not_divide_and_a_short_last_step(
     assert_as_undisturbed(cluster, tmp_path / "undisturbed", 230, *settings)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [*soaked(2), 3])
 def test_each_kill_costs_one_restart(cluster: Cluster, world: int) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.members import Members, members
+from tests.support.soaking import soaked
 
 
 def pids(world: list[dict[str, object]]) -> list[object]:
     return [event["pid"] for event in world]
 
 
-@pytest.mark.parametrize("whom", ["leader", "follower"])
+@pytest.mark.parametrize("whom", ["leader", *soaked("follower")])
 def test_killed_agent_is_noticed_at_once_and_the_others_keep_their_order(
     whom: str, tmp_path: Path
 ) -> None:
@@ -44,7 +45,7 @@ def test_each_of_three_is_killed_and_replaced(tmp_path: Path) -> None:
         assert found.finish() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("whom", ["leader", "follower"])
+@pytest.mark.parametrize("whom", ["leader", *soaked("follower")])
 def test_stopped_agent_is_given_up_and_taken_back_when_it_wakes(whom: str, tmp_path: Path) -> None:
     with members(tmp_path) as found:
         found.start(3)
@@ -60,7 +61,7 @@ def test_stopped_agent_is_given_up_and_taken_back_when_it_wakes(whom: str, tmp_p
         assert found.finish() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("whom", ["leader", "follower"])
+@pytest.mark.parametrize("whom", ["leader", *soaked("follower")])
 def test_agent_that_leaves_in_order_ends_nothing(whom: str, tmp_path: Path) -> None:
     with members(tmp_path) as found:
         found.start(3)

@@ -9,6 +9,7 @@ import pytest
 from tests.support import records
 from tests.support.cases import EACH_STEP, REL, SLOW, SUPPORT, run_once, tracer, weight
 from tests.support.cluster import Cluster
+from tests.support.soaking import soaked
 
 C24 = (
     *EACH_STEP,
@@ -33,7 +34,7 @@ def assert_second_step_was_skipped(url: Path) -> None:
     assert records.summary(url)["skipped_steps"] == 1
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [*soaked(1), 2])
 def test_c24_a_step_with_a_nan_is_skipped_by_all_ranks(cluster: Cluster, world: int) -> None:
     summary = run_once(cluster, tracer(), *C24, "train.on_nonfinite=skip", nproc=world)
     assert_second_step_was_skipped(cluster.url)
@@ -51,7 +52,7 @@ def test_c24_stop_is_one_line_that_names_step_rank_and_samples(cluster: Cluster)
     assert len(records.claims(cluster.url)) == 1
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [*soaked(1), 2])
 def test_c24_rollback_leaves_the_step_out_in_a_new_generation_of_the_same_processes(
     cluster: Cluster, world: int
 ) -> None:

@@ -13,6 +13,7 @@ from jobs.sampling import Mixture, Weighted
 from tests.support import records
 from tests.support.cases import EACH_STEP, SUPPORT
 from tests.support.cluster import RUN, Cluster
+from tests.support.soaking import soaked
 
 N, BATCH, DRAWS, EPOCHS = 12, 4, 30, 2
 WISHES: dict[str, Any] = {
@@ -44,7 +45,7 @@ def steps_of(url: Path) -> list[list[int]]:
     return [step.indices for step in records.committed_steps(url)]
 
 
-@pytest.mark.parametrize(("job", "order"), [("Weighted", "feistel"), ("Mixture", "torch")])
+@pytest.mark.parametrize(("job", "order"), [("Mixture", "torch"), *soaked(("Weighted", "feistel"))])
 def test_draws_are_those_declared_through_kills_and_other_worlds(
     cluster: Cluster, job: str, order: str
 ) -> None:
@@ -84,6 +85,7 @@ def test_the_order_without_a_table_is_exact_through_kills_and_other_worlds(
     )
 
 
+@pytest.mark.soak
 def test_other_weights_than_the_runs_are_refused(cluster: Cluster) -> None:
     go_on(cluster, sampled("Mixture"), 1, f"args.n={N}", last=2)
     agent = cluster.start(

@@ -15,6 +15,7 @@ from elastic.relay import SOCKET, pack
 from tests.support import processes, records
 from tests.support.cases import SUPPORT, assert_each_sample_once
 from tests.support.cluster import MARK, Agent, Cluster
+from tests.support.soaking import soaked
 
 Facts = dict[str, Any]
 DELAY = 0.05
@@ -145,7 +146,7 @@ def test_a_forked_worker_is_as_if_torchrun_had_started_it(cluster: Cluster) -> N
     assert not any("run.py" in line for line in lines)
 
 
-@pytest.mark.parametrize("workers", ["fork", "spawn"])
+@pytest.mark.parametrize("workers", [*soaked("fork"), "spawn"])
 def test_started_as_a_module_with_loader_workers_every_sample_is_used_once(
     cluster: Cluster, workers: str
 ) -> None:
@@ -231,6 +232,7 @@ def test_sigterm_to_the_agent_saves_and_leaves_nothing(cluster: Cluster) -> None
     until_gone(cluster, 10)
 
 
+@pytest.mark.soak
 def test_a_stopped_stub_stops_its_worker(cluster: Cluster) -> None:
     agent = start(cluster)
     until_told(cluster, 0)
@@ -244,7 +246,7 @@ def test_a_stopped_stub_stops_its_worker(cluster: Cluster) -> None:
     cluster.until(lambda: processes.state(worker) in {"S", "R", "D"}, "its going on", timeout_s=10)
 
 
-@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("forked", [*soaked(False), True])
 def test_nothing_outlives_a_killed_agent(cluster: Cluster, forked: bool) -> None:
     agent = start(cluster)
     until_told(cluster, 0)
@@ -257,6 +259,7 @@ def test_nothing_outlives_a_killed_agent(cluster: Cluster, forked: bool) -> None
     until_gone(cluster, 10)
 
 
+@pytest.mark.soak
 def test_a_warm_process_that_still_imports_ends_with_its_agent(cluster: Cluster) -> None:
     agent = start(cluster)
     until_told(cluster, 0)
@@ -288,6 +291,7 @@ def test_after_the_warm_process_is_killed_the_next_start_is_ordinary(cluster: Cl
     assert [fact["parent"] for fact in until_told(cluster, 3)] == [second] * 2
 
 
+@pytest.mark.soak
 def test_a_stopped_warm_process_costs_its_time_and_forks_nothing_later(cluster: Cluster) -> None:
     agent = start(cluster)
     until_told(cluster, 0)
@@ -326,7 +330,10 @@ def test_changed_code_is_never_run_from_the_old_copy(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("name", "fact", "expected"),
-    [("warm_reading", "rank at import", [0, 1]), ("warm_threading", "thread", [True, True])],
+    [
+        ("warm_reading", "rank at import", [0, 1]),
+        *soaked(("warm_threading", "thread", [True, True])),
+    ],
 )
 def test_a_job_whose_import_cannot_be_shared_imports_in_each_worker(
     cluster: Cluster, name: str, fact: str, expected: list[object]
@@ -340,6 +347,7 @@ def test_a_job_whose_import_cannot_be_shared_imports_in_each_worker(
     assert [each[fact] for each in told] == expected
 
 
+@pytest.mark.soak
 def test_two_launches_at_once_share_no_warm_process(tmp_path: Path) -> None:
     with Cluster(tmp_path / "one") as one, Cluster(tmp_path / "two") as two:
         shared = {"TMPDIR": str(temporary(one))}
@@ -360,7 +368,7 @@ def test_two_launches_at_once_share_no_warm_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "given"),
     [
-        ((), {"env": {"ELASTIC_WARM": "0"}}),
+        *soaked(((), {"env": {"ELASTIC_WARM": "0"}})),
         (("train.warm_start=off",), {}),
     ],
 )
