@@ -5,6 +5,7 @@ import pytest
 from tests.hosts.test_rendezvous import BOUND_S, finish, start
 from tests.support import records
 from tests.support.hosts import Hosts
+from tests.support.soaking import soaked
 
 HOST = 1
 
@@ -16,7 +17,7 @@ def c10d(number: int, run: str = "first") -> list[str]:
     return ["--rdzv_backend=c10d", endpoint, f"--rdzv_conf={conf}", f"--rdzv_id={run}"]
 
 
-@pytest.mark.parametrize("how", ["killed", "cut"])
+@pytest.mark.parametrize("how", ["killed", *soaked("cut")])
 def test_c15_another_host_is_lost_and_comes_back(how: str, hosts: Hosts) -> None:
     for number in (1, 2, 3):
         start(hosts, number, rdzv=c10d(number))

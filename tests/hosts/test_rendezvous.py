@@ -7,6 +7,7 @@ import pytest
 from tests.support import records
 from tests.support.cases import EACH_STEP, REL, assert_each_sample_once, final_weight, tracer
 from tests.support.hosts import BridgeS3, Hosts
+from tests.support.soaking import soaked
 
 TWO_EPOCHS = ("args.n=60", "train.epochs=2", "train.global_batch_size=6")
 FINAL = 26.262978  # of the public case C09: the same for every number of workers and history
@@ -63,7 +64,7 @@ def follower_of(hosts: Hosts) -> int:
     return next(number for number in hosts.agents if number != leader)
 
 
-@pytest.mark.parametrize("whom", ["follower", "leader"])
+@pytest.mark.parametrize("whom", ["leader", *soaked("follower")])
 def test_c14_c15_host_is_killed_and_comes_back(whom: str, hosts: Hosts) -> None:
     start(hosts, 1, 2, 3)
     first = hosts.world(3)
@@ -76,7 +77,7 @@ def test_c14_c15_host_is_killed_and_comes_back(whom: str, hosts: Hosts) -> None:
     assert sizes(summary)[-1] == 3
 
 
-@pytest.mark.parametrize("whom", ["follower", "leader"])
+@pytest.mark.parametrize("whom", ["leader", *soaked("follower")])
 def test_c15_host_is_cut_off_without_a_reset_and_healed(whom: str, hosts: Hosts) -> None:
     start(hosts, 1, 2, 3)
     first = hosts.world(3)
@@ -90,6 +91,7 @@ def test_c15_host_is_cut_off_without_a_reset_and_healed(whom: str, hosts: Hosts)
     finish(hosts)
 
 
+@pytest.mark.soak
 def test_c14_every_host_is_killed_one_after_another_and_replaced(hosts: Hosts) -> None:
     start(hosts, 1, 2, 3, delay=3)
     newest = hosts.world(3)
@@ -139,6 +141,7 @@ def test_two_sided_cut_the_leader_without_store_and_followers_steps_down(
     assert set(sizes(finish(hosts))) == {3, 2}
 
 
+@pytest.mark.soak
 def test_store_that_is_away_stops_no_world(hosts: Hosts, bridge_s3: BridgeS3) -> None:
     env = bridge_s3.env
     start(hosts, 1, 2, rdzv=on_s3(bridge_s3), env=env)
@@ -158,6 +161,7 @@ def test_store_that_is_away_stops_no_world(hosts: Hosts, bridge_s3: BridgeS3) ->
     assert max(records.claims(hosts.cluster.url)) == first
 
 
+@pytest.mark.soak
 def test_finished_run_is_started_again_at_the_same_endpoint(hosts: Hosts) -> None:
     start(hosts, 1, 2, delay=0)
     finish(hosts)
@@ -175,6 +179,7 @@ def test_c16_host_names_that_nobody_resolves_do_no_harm(hosts: Hosts) -> None:
     assert all("resolve" not in agent.output() for agent in hosts.agents.values())
 
 
+@pytest.mark.soak
 def test_c17_two_runs_at_one_endpoint_with_different_ids_do_not_mix(hosts: Hosts) -> None:
     from tests.support.cluster import Cluster
 
