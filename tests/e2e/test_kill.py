@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import processes, records
+from tests.support.agent_kills import recover_from_agent_kills
 from tests.support.cases import (
     SLOW,
     assert_each_sample_once,
@@ -90,6 +91,12 @@ def test_a_batch_that_three_ranks_do_not_divide_and_a_short_last_step(
     settings = ("args.n=230", f"train.epochs={EPOCHS}", "train.global_batch_size=50")
     run_killed(cluster, "Tracer", "3@0 7@1 10@2", *settings, "checkpoint.every=1 step", nproc=3)
     assert_as_undisturbed(cluster, tmp_path / "undisturbed", 230, *settings)
+
+
+def test_each_killed_agent_costs_the_others_one_restart(cluster: Cluster) -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    recover_from_agent_kills(cluster, 2, seed)
 
 
 @pytest.mark.parametrize("world", [*soaked(2), 3])
