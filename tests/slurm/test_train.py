@@ -28,13 +28,15 @@ def write_job(cluster: Cluster, *, delay: float) -> Path:
 
 def until_step(slurm: Slurm, number: int, url: Path, step: int) -> None:
     """Wait until a step has begun."""
-    slurm.until(number, lambda: any(line["step"] >= step for line in records.audit(url)), f"step {step}")
+    slurm.until(
+        number, lambda: any(line["step"] >= step for line in records.audit(url)), f"step {step}"
+    )
 
 
 def test_a_job_is_preempted_and_warned_and_finishes(slurm: Slurm, cluster: Cluster) -> None:
     job = write_job(cluster, delay=0.5)
     number = slurm.submit(
-        "--ntasks-per-node=2", "--time=60", "--signal=B:USR1@50", SCRIPT, str(job), f"checkpoint.url={cluster.url}"
+        "--ntasks-per-node=2", "--time=60", "--signal=B:USR1@300", SCRIPT, str(job), f"checkpoint.url={cluster.url}"
     )  # fmt: skip
     until_step(slurm, number, cluster.url, 3)
 
@@ -45,9 +47,9 @@ def test_a_job_is_preempted_and_warned_and_finishes(slurm: Slurm, cluster: Clust
     assert first >= 3
     assert records.status(cluster.url) == "preempted"
 
-    # One minute is the least: Slurm warns within the first half of it.
-    slurm.ask("scontrol", "update", f"JobId={number}", "TimeLimit=1")
     until_step(slurm, number, cluster.url, first + 1)
+    # Now less is left than --signal says; Slurm looks twice a minute.
+    slurm.ask("scontrol", "update", f"JobId={number}", "TimeLimit=5")
     slurm.until_waiting(number, 2)
     assert records.newest_step(cluster.url) > first
     assert records.status(cluster.url) == "preempted"
@@ -64,7 +66,9 @@ def test_a_job_is_preempted_and_warned_and_finishes(slurm: Slurm, cluster: Clust
     assert slurm.log(number).count("SIGUSR1") == 1
 
 
-def test_a_wrong_setting_fails_with_2_and_is_not_queued_again(slurm: Slurm, cluster: Cluster) -> None:
+def test_a_wrong_setting_fails_with_2_and_is_not_queued_again(
+    slurm: Slurm, cluster: Cluster
+) -> None:
     job = write_job(cluster, delay=0)
     number = slurm.submit(SCRIPT, str(job), f"checkpoint.url={cluster.url}", "train.epoch=3")
     ended = slurm.until_ended(number)

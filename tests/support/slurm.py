@@ -24,10 +24,22 @@ from tests.support.cluster import Cluster
 from tests.support.servers import LOOPBACK, Server, free_port
 from tests.support.tools import missing, need_tool
 
-PROGRAMS = ("munged", "munge", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
+PROGRAMS = (
+    "munged",
+    "munge",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "scancel",
+    "sinfo",
+)
 NODE = socket.gethostname().partition(".")[0]
 GRACE_S = 30
-ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"})
+ENDED = frozenset(
+    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
+)
 POLL_S = 0.1
 
 # cred_expire: a job that was queued again starts after so many seconds, by default 120.
@@ -68,7 +80,13 @@ class SlurmServer(Server):
 
     ending = signal.SIGTERM
 
-    def __init__(self, folder: Path, command: list[str], environment: Mapping[str, str], ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        command: list[str],
+        environment: Mapping[str, str],
+        ready: Callable[[], bool],
+    ) -> None:
         super().__init__(folder)
         self._command, self._environment, self._ready = command, environment, ready
 
@@ -168,19 +186,27 @@ class Slurm:
 
     def job(self, number: int) -> dict[str, str]:
         """What Slurm knows of a job, as `scontrol show job` names it."""
-        return dict(re.findall(r"(\S+?)=(\S*)", self.ask("scontrol", "--oneliner", "show", "job", str(number))))
+        return dict(
+            re.findall(
+                r"(\S+?)=(\S*)", self.ask("scontrol", "--oneliner", "show", "job", str(number))
+            )
+        )
 
     def log(self, number: int) -> str:
         """What a job printed."""
         path = self._jobs / f"job-{number}.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
-    def until(self, number: int, what: Callable[[], bool], telling: str, timeout_s: float = 60) -> None:
+    def until(
+        self, number: int, what: Callable[[], bool], telling: str, timeout_s: float = 60
+    ) -> None:
         """Wait for something about a job."""
         deadline = time.monotonic() + timeout_s
         while not what():
             job = self.job(number)
-            assert time.monotonic() < deadline, f"no {telling} in {timeout_s} s: {job}\n{self.log(number)[-4000:]}"
+            assert time.monotonic() < deadline, (
+                f"no {telling} in {timeout_s} s: {job}\n{self.log(number)[-4000:]}"
+            )
             time.sleep(POLL_S)
 
     def until_waiting(self, number: int, restarts: int) -> None:
