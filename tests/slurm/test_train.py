@@ -36,7 +36,7 @@ def until_step(slurm: Slurm, number: int, url: Path, step: int) -> None:
 def test_a_job_is_preempted_and_warned_and_finishes(slurm: Slurm, cluster: Cluster) -> None:
     job = write_job(cluster, delay=0.5)
     number = slurm.submit(
-        "--ntasks-per-node=2", "--time=60", "--signal=B:USR1@300", SCRIPT, str(job), f"checkpoint.url={cluster.url}"
+        "--exclusive", "--time=60", "--signal=B:USR1@300", SCRIPT, str(job), f"checkpoint.url={cluster.url}"
     )  # fmt: skip
     until_step(slurm, number, cluster.url, 3)
 
