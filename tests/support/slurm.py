@@ -108,7 +108,7 @@ class Slurm:
 
     def __init__(self, cluster: Cluster) -> None:
         # Short, since sockets live in it and their paths are bounded.
-        self.folder = Path(tempfile.mkdtemp(prefix="es-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self._jobs = cluster.folder
         self._conf = self.folder / "slurm.conf"
         self._environment = cluster.environment({"SLURM_CONF": str(self._conf)})
