@@ -198,7 +198,7 @@ class Slurm:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def until(
-        self, number: int, what: Callable[[], bool], telling: str, timeout_s: float = 60
+        self, number: int, what: Callable[[], bool], telling: str, timeout_s: float = 120
     ) -> None:
         """Wait for something about a job."""
         deadline = time.monotonic() + timeout_s
