@@ -30,6 +30,8 @@ _FRESH_S: Final = 5.0
 """For so long a fresh line is not said again."""
 _IMPATIENT: Final = 3
 """At this many signals the process ends at once; what is committed stays."""
+_ONE_S: Final = 1.0
+"""Signals within so long are one: a scheduler tells every process, the agent its workers, and a stub its own."""
 
 _OWN_FOLDERS: Final = tuple(
     f"{Path(__file__).resolve().parent.parent / name}{os.sep}"
@@ -57,6 +59,7 @@ class Signals:
         self.leave = False
         self.notice = False
         self._count = 0
+        self._counted_at = float("-inf")
 
     def install(self) -> None:
         """Set the handlers. Main thread only.
@@ -87,7 +90,9 @@ class Signals:
         return self.leave or self.notice
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self._count += 1
+        if time.monotonic() - self._counted_at >= _ONE_S:
+            self._counted_at = time.monotonic()
+            self._count += 1
         if number == signal.SIGTERM:
             self.leave = True
         else:

@@ -18,7 +18,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from checkpoints.processes import process_start
 from elastic.forked import BROKEN, Order, become_worker
@@ -33,6 +33,10 @@ _TALK_S: Final = 1.0
 """How long one stub may keep the others waiting."""
 _LOOK_S: Final = 0.25
 """How often it is looked whether a stub has been stopped."""
+_FOR_WORKERS: Final = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2
+)  # fmt: skip
+"""Overheard: a scheduler signals every process of a job, and workers that are to save would end with this one."""
 _CHECKED_FOR_S: Final = 0.5
 _MOST_IDLE_STARTS: Final = 2
 """After so many generations in a row of which no worker came to a step, forking itself may be what is wrong."""
@@ -103,6 +107,7 @@ class Server:
         self._checked = float("-inf")
         self._changed: str | None = None
         self._idle_starts: set[str] = set()
+        self._former: dict[int, Any] = {}
         gc.collect()
         gc.freeze()  # what is shared with the workers is not copied by looking through it
 
@@ -112,6 +117,8 @@ class Server:
         woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in _FOR_WORKERS:
+            self._former[number] = signal.signal(number, lambda *_: None)
         while True:
             ready = self._await(watched, woken, listener.fileno())
             if watched in ready:
@@ -346,6 +353,8 @@ class Server:
             self._libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
             if os.getppid() != order.parent:  # it died before the call
                 os._exit(1)
+            for number, former in self._former.items():
+                signal.signal(number, former)
             name = f"elastic rank {order.environ.get('RANK', '')}"
             self._libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
             order.own += [heard, stub.detach()]

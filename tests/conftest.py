@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER_MARKS = ("unit", "e2e", "stores", "hosts", "bench", "soak", "gpu")
+FOLDER_MARKS = ("unit", "e2e", "stores", "hosts", "slurm", "bench", "soak", "gpu")
 ONLY_WHEN_ASKED = ("bench", "soak")
 TESTS = Path(__file__).parent
 

@@ -232,6 +232,21 @@ def test_sigterm_to_the_agent_saves_and_leaves_nothing(cluster: Cluster) -> None
     until_gone(cluster, 10)
 
 
+def test_sigterm_to_every_process_at_once_saves(cluster: Cluster) -> None:
+    # A scheduler that preempts a job signals all of its processes: agent, stubs, workers, warm process and writer.
+    agent = start(cluster, "checkpoint.every=off")
+    until_told(cluster, 0)
+    until_warm(cluster)
+    cluster.kill(1)
+    told = until_told(cluster, 1)
+    assert [name_of(fact["pid"]) for fact in told] == ["elastic rank 0", "elastic rank 1"]
+    every = processes.carrying(MARK, cluster.environment()[MARK])
+    processes.send(every, signal.SIGTERM)
+    assert agent.wait(60) == 1
+    assert records.status(cluster.url) == "preempted", agent.tail()
+    until_gone(cluster, 10)
+
+
 @pytest.mark.soak
 def test_a_stopped_stub_stops_its_worker(cluster: Cluster) -> None:
     agent = start(cluster)

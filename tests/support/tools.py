@@ -23,6 +23,12 @@ WHERE_FROM = {
     "ministack": "pip install ministack, in an environment of its own",
     "azurite-blob": "npm install azurite",
     "sshd": "apt-get install openssh-server",
+    **dict.fromkeys(("munged", "munge"), "apt-get install munge"),
+    "slurmctld": "apt-get install slurmctld",
+    "slurmd": "apt-get install slurmd",
+    **dict.fromkeys(
+        ("sbatch", "srun", "scontrol", "scancel", "sinfo"), "apt-get install slurm-client"
+    ),
 }
 
 

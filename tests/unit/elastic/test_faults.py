@@ -63,15 +63,22 @@ def test_name_that_is_no_signal_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("armed", "sent", "code", "said"),
-    [(False, 1, 75, "ended now\n"), (True, 3, 75, "ended now\n"), (True, 2, 0, "2 signals\n")],
+    ("armed", "sent", "within_s", "code", "said"),
+    [
+        (False, 1, 0, 75, "ended now\n"),
+        (True, 3, 0, 75, "ended now\n"),
+        (True, 2, 0, 0, "2 signals\n"),
+        (True, 5, 60, 0, "5 signals\n"),  # one event, told by several
+    ],
 )
 def test_signal_ends_at_once_before_there_is_anything_to_save_and_at_the_third(
-    armed: bool, sent: int, code: int, said: str
+    armed: bool, sent: int, within_s: int, code: int, said: str
 ) -> None:
     script = f"""
 import signal, sys
+from elastic import faults
 from elastic.faults import Signals
+faults._ONE_S = {within_s}
 signals = Signals(["SIGTERM"], end_now=lambda: print("ended now", flush=True))
 signals.install()
 if {armed}:
