@@ -19,6 +19,7 @@ KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 _EARLIEST: Final = 0.2
 _LATEST: Final = 0.9
 """Of an interval: where its fault may fall."""
+_GAP: Final = (0.5, 2.5)
 _LASTS: Final[dict[Kind, tuple[float, float]]] = {
     "kill": (0.0, 0.0),
     "stop": (1.0, 4.0),
@@ -39,6 +40,8 @@ class Planned:
     at_s: float
     """Seconds after the first step of the whole world."""
     lasts_s: float
+    gap_s: float
+    """At least so long after the fault before it was recovered from: else it would fall into a step's end, as that does."""
     whom: float
     """From 0 up to 1: which of those that it may meet."""
 
@@ -83,6 +86,7 @@ def plan(kinds: Sequence[Kind], *, every_s: float, for_s: float, seed: int) -> l
                 kind=kind,
                 at_s=round(at_s, 3),
                 lasts_s=round(lasts_s, 3),
+                gap_s=round(chance.uniform(*_GAP), 3),
                 whom=chance.random(),
             )
         )

@@ -67,6 +67,7 @@ class Trial:
         self.follower = Follower(folder)
         self._strikes = Strikes(fleet, self.follower, folder, pause=self._pause)
         self._began = 0.0
+        self._recovered_s = 0.0
 
     def run(self, planned: Sequence[Planned]) -> Outcome:
         """Start, strike, and wait for the end; the fleet is closed afterwards."""
@@ -78,9 +79,9 @@ class Trial:
                 self._await_whole()
             self._began = time.monotonic()
             for one in planned:
-                if not self._until(one.at_s):
+                if not self._until(max(one.at_s, self._recovered_s + one.gap_s)):
                     break
-                outcome.struck.append(self._strike(one))
+                self._strike(one, outcome)
             self._await_end()
         except ElasticError as error:
             outcome.problem = str(error)
@@ -151,12 +152,13 @@ class Trial:
             self._pause(_LOOK_S)
 
     # ------------------------------------------------------------------------------------ faults
-    def _strike(self, planned: Planned) -> Struck:
-        struck_claims = len(self.follower.claims())
+    def _strike(self, planned: Planned, outcome: Outcome) -> None:
+        claimed = len(self.follower.claims())
         counts = {agent.identity: agent.restarts() for agent in self._fleet.running()}
         struck = self._strikes.strike(planned, time.monotonic() - self._began)
         self._say(f"{struck.after_s:7.1f} s  {struck.kind} of {struck.victim}, step {struck.step}")
-        struck.claimed = struck_claims
+        struck.claimed = claimed
+        outcome.struck.append(struck)
         self._await_recovery(struck)
         struck.restarts = max(
             (
@@ -167,8 +169,8 @@ class Trial:
             default=0,
         )
         took = "not recovered" if struck.recovery_s is None else f"{struck.recovery_s:.2f} s"
-        self._say(f"{time.monotonic() - self._began:7.1f} s  first new step after {took}")
-        return struck
+        self._recovered_s = time.monotonic() - self._began
+        self._say(f"{self._recovered_s:7.1f} s  first new step after {took}")
 
     def _await_recovery(self, struck: Struck) -> None:
         """Wait for the first new step, and for that of the whole world where nodes had gone.
@@ -225,6 +227,8 @@ class Trial:
 
     def _attribute(self, struck: Sequence[Struck]) -> None:
         """Which generations, and which steps done twice, came of which fault."""
+        if not struck:
+            return
         causes = list(self.follower.claims().values())
         until = [*(one.claimed for one in struck[1:]), len(causes)]
         for one, last in zip(struck, until, strict=True):
