@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] in _NOT_YET:
         sys.stderr.write(
             f"error: python -m elastic {argv[0]}: not yet served by this version; served: status, "
-            "rollback\n"
+            "rollback, drill\n"
         )
         return ExitCode.WRONG
     found = _parser().parse_args(argv)

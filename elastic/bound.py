@@ -28,7 +28,7 @@ class Loss:
     kept_step: int
     """Of the newest state that was seen whole and that outlived the fault."""
     leaves_memory: bool
-    recovery_s: float | None
+    """Whether a node's memory outlives it."""
 
 
 def last_due(step: int, every: Interval, epoch_steps: int | None) -> int:

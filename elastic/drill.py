@@ -267,18 +267,25 @@ def _costs(
     options = request.settings.checkpoint
     epoch_steps = -(-before.steps // before.epochs) if before.epochs else None
     for one in outcome.struck:
+        if one.ended:
+            continue
         seen = trial.follower.generations.get(one.generation)
-        loss = Loss(
-            kind=one.kind,
-            step=one.step if seen is None else seen.last_step,
-            kept_step=one.kept_step,
-            leaves_memory=one.leaves_memory,
-            recovery_s=one.recovery_s,
-        )
-        if not one.ended:
-            one.must_lose = must_lose(
-                loss, store=options.every, memory=options.tier.memory, epoch_steps=epoch_steps
+        last = one.step if seen is None else max(one.step, seen.last_step)
+        one.must_lose = min(
+            must_lose(
+                Loss(
+                    kind=one.kind,
+                    step=step,
+                    kept_step=one.kept_step,
+                    leaves_memory=one.leaves_memory,
+                ),
+                store=options.every,
+                memory=options.tier.memory,
+                epoch_steps=epoch_steps,
             )
+            # A step that was under way may have been finished, and saved, before the fault took hold.
+            for step in range(one.step, last + 1)
+        )
     return cost(
         steps=int(told["steps"]),
         lost_steps=int(told["lost_steps"]),

@@ -9,7 +9,7 @@ STEPS_5, EPOCH, AUTO, OFF = map(Interval, ("steps", "epochs", "auto", "off"), (5
 
 
 def loss(kind: str = "kill", step: int = 23, kept: int = 0, *, memory: bool = True) -> Loss:
-    return Loss(kind=kind, step=step, kept_step=kept, leaves_memory=memory, recovery_s=1.0)
+    return Loss(kind=kind, step=step, kept_step=kept, leaves_memory=memory)
 
 
 @pytest.mark.parametrize(
