@@ -5,7 +5,8 @@ import pytest
 from checkpoints.options import Interval
 from elastic.bound import Loss, cost, last_due, must_lose
 
-STEPS_5, EPOCH, AUTO, OFF = map(Interval, ("steps", "epochs", "auto", "off"), (5, 1, 0, 0))
+STEPS_5, EPOCH = Interval("steps", 5), Interval("epochs", 1)
+AUTO, OFF = Interval("auto"), Interval("off")
 
 
 def loss(kind: str = "kill", step: int = 23, kept: int = 0, *, memory: bool = True) -> Loss:
