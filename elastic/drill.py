@@ -97,7 +97,7 @@ def drill(argv: Sequence[str]) -> int:
     try:
         with _ended_by_signals():
             return _run(request)
-    except (ElasticError, CheckpointError) as error:
+    except (ElasticError, CheckpointError, OSError) as error:
         sys.stderr.write(f"drill: FAILED: {error}\n")
         return ExitCode.RETRY
     except KeyboardInterrupt:
@@ -319,6 +319,7 @@ def _tell(
             "verdicts": [asdict(verdict) for verdict in verdicts],
             "cost": None if costs is None else asdict(costs),
             "faults": [_row(one) for one in outcome.struck],
+            "tail": outcome.tail,
         }
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
         return

@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 _LOOK_S: Final = 0.05
 _START_S: Final = 240.0
 """How long the whole world may take to its first step."""
-_RECOVERY_S: Final = 120.0
+_RECOVERY_S: Final = 300.0
 _COMMIT_S: Final = 30.0
 """How long after a storage fault the next one waits for a commit: none may be due."""
-_STALL_S: Final = 240.0
+_STALL_S: Final = 600.0
 """A run without a step for so long has not recovered."""
 _LEAVE_S: Final = 30.0
 """How long writers and warm processes may take to end after the run."""
@@ -83,14 +83,13 @@ class Trial:
                     break
                 self._strike(one, outcome)
             self._await_end()
+            outcome.leftovers = self._fleet.leftovers(limit_s=_LEAVE_S)
         except ElasticError as error:
             outcome.problem = str(error)
             outcome.tail = "\n".join(agent.tail() for agent in self._fleet.agents.values())
         finally:
             self._strikes.mend()
             self.follower.look()
-            if outcome.problem is None:
-                outcome.leftovers = self._fleet.leftovers(limit_s=_LEAVE_S)
             outcome.codes = [
                 agent.process.returncode
                 for agent in self._fleet.all
