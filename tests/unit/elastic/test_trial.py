@@ -58,7 +58,7 @@ class Pretended:
         return cast("Agent", made)
 
     def _claims(self) -> list[Path]:
-        return [path for path in self.folder.glob("generations/*.json")]
+        return list(self.folder.glob("generations/*.json"))
 
     def start(self, node: int) -> Agent:
         assert node == 0
