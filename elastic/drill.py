@@ -97,6 +97,9 @@ def drill(argv: Sequence[str]) -> int:
     try:
         with _ended_by_signals():
             return _run(request)
+    except StartError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return ExitCode.WRONG
     except (ElasticError, CheckpointError, OSError) as error:
         sys.stderr.write(f"drill: FAILED: {error}\n")
         return ExitCode.RETRY
@@ -265,7 +268,9 @@ def _costs(
     if told is None:
         return None
     options = request.settings.checkpoint
-    epoch_steps = -(-before.steps // before.epochs) if before.epochs else None
+    # Where train.max_steps cuts an epoch off, steps do not tell how many an epoch has.
+    whole = before.epochs and request.settings.train.max_steps is None
+    epoch_steps = before.steps // before.epochs if whole else None
     for one in outcome.struck:
         if one.ended:
             continue

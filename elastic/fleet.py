@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from checkpoints.layout import AgentId
 from checkpoints.processes import boot_id, process_start
@@ -126,12 +126,6 @@ class Fleet:
         # Short, since sockets live in it and their paths are bounded.
         self._temporary = Path(tempfile.mkdtemp(prefix="ed-"))
         logs.mkdir(parents=True, exist_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ------------------------------------------------------------------------------------ starting
     def start(self, node: int) -> Agent:

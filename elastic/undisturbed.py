@@ -16,7 +16,7 @@ from typing import Final
 
 from checkpoints.store import open_store
 from elastic import summary
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, StartError
 from elastic.fleet import Fleet
 from elastic.trial import Trial
 
@@ -87,6 +87,7 @@ def reference(
         say: Takes a line on what happens.
 
     Raises:
+        StartError: The job or a setting is wrong.
         ElasticError: It did not come to its end.
     """
     found = _read(folder, reused=True)
@@ -102,6 +103,9 @@ def reference(
         outcome = Trial(Fleet(logs, given, nodes=1, nproc=workers, max_restarts=0), made).run([])
         if outcome.problem is not None or any(outcome.codes) or _read(made, reused=False) is None:
             last = (outcome.tail or _tail(logs)).strip().splitlines()
+            told = next((line for line in last if line.startswith("error: ")), None)
+            if told is not None:  # the job or a setting is wrong, and no fault of a run
+                raise StartError(told.removeprefix("error: "))
             errors = [line for line in last if "rror" in line]
             line = (errors or last or ["nothing was printed"])[0]
             raise ElasticError(f"the undisturbed run failed: {line} (all of it: {logs})")
