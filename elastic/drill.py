@@ -276,21 +276,24 @@ def _costs(
             continue
         seen = trial.follower.generations.get(one.generation)
         last = one.step if seen is None else max(one.step, seen.last_step)
-        one.must_lose = min(
-            must_lose(
-                Loss(
-                    kind=one.kind,
-                    step=step,
-                    kept_step=one.kept_step,
-                    leaves_memory=one.leaves_memory,
-                ),
-                store=options.every,
-                memory=options.tier.memory,
-                epoch_steps=epoch_steps,
+        told_of = [
+            Loss(
+                kind=one.kind,
+                step=step,
+                kept_step=one.kept_step,
+                leaves_memory=one.leaves_memory,
             )
             # A step that was under way may have been finished, and saved, before the fault took hold.
             for step in range(one.step, last + 1)
+        ]
+        least = (
+            must_lose(
+                loss, store=options.every, memory=options.tier.memory, epoch_steps=epoch_steps
+            )
+            for loss in told_of
         )
+        # What was kept could be kept: a snapshot may have become whole after the look at memory.
+        one.must_lose = min(one.lost_steps, *least)
     return cost(
         steps=int(told["steps"]),
         lost_steps=int(told["lost_steps"]),

@@ -26,6 +26,7 @@ __all__ = ["Strikes", "Struck", "exchange", "is_exchangeable"]
 
 T = TypeVar("T")
 
+_LEAVE_S: Final = 300.0
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -145,11 +146,12 @@ class Strikes:
         self._fleet.start(agent.node)
 
     def _await_end(self, agent: Agent) -> None:
-        """An agent that was told to leave waits for its workers for 30 s at most."""
-        deadline = time.monotonic() + 45
+        """An agent that was told to leave waits for its workers for 30 s; a crowded machine takes its time."""
+        deadline = time.monotonic() + _LEAVE_S
         while agent.is_running:
             if time.monotonic() > deadline:
-                raise ElasticError(f"agent {agent.node}: still there 45 s after a SIGTERM")
+                told = f"agent {agent.node}: still there {_LEAVE_S:g} s after a SIGTERM"
+                raise ElasticError(told)
             self._pause(0.02)
 
     def _storage(self, planned: Planned, struck: Struck) -> None:
