@@ -67,14 +67,14 @@ def test_drill_of_a_job_that_trains_by_chance_fails(cluster: Cluster) -> None:
 
 
 def test_drill_that_is_broken_off_leaves_nothing_behind(cluster: Cluster) -> None:
-    agent = start(cluster, tracer(), "--faults", "storage", "--every", "20s", "--for", "60s")
+    agent = start(cluster, tracer(), "--faults", "storage", "--every", "5s", "--for", "60s")
 
     def away() -> bool:
         return "storage of drill-" in agent.output() or bool(
             list(cluster.folder.glob("drills/*.away"))
         )
 
-    cluster.until(away, "the store is away")
+    cluster.until(away, "the store is away", timeout_s=200)
     processes.send([agent.pid], signal.SIGINT)
     assert agent.wait(60) == 130, agent.tail(80)
     assert agent.output().endswith("drill: broken off; all that it started is ended\n")
