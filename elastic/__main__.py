@@ -1,4 +1,4 @@
-"""`python -m elastic COMMAND`: status and rollback; the other commands of the design are not yet served."""
+"""`python -m elastic COMMAND`: status, rollback and drill; the other commands of the design are not yet served."""
 
 import argparse
 import sys
@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from typing import Final
 
 from checkpoints.errors import CheckpointError
+from elastic.drill import add_arguments, drill
 from elastic.errors import ElasticError, ExitCode
 from elastic.rollback import rollback
 from elastic.status import status
 
-_NOT_YET: Final = ("launch", "report", "drill", "doctor")
+_NOT_YET: Final = ("launch", "report", "doctor")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns its exit code."""
+    if argv and argv[0] == "drill":
+        return drill(argv[1:])
     if argv and argv[0] in _NOT_YET:
         sys.stderr.write(
             f"error: python -m elastic {argv[0]}: not yet served by this version; served: status, "
-            "rollback\n"
+            "rollback, drill\n"
         )
         return ExitCode.WRONG
     found = _parser().parse_args(argv)
@@ -42,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
         "--exit-code",
         action="store_true",
         help="exit with the run's code: 0 complete or stopped, 1 running, 75 preempted, 76 failed, 2 no run",
+    )
+    add_arguments(
+        commands.add_parser("drill", help="train a job under faults, and judge the outcome")
     )
     back = commands.add_parser("rollback", help="let a run go on from an older checkpoint")
     back.add_argument(
