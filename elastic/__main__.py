@@ -1,4 +1,4 @@
-"""`python -m elastic COMMAND`: status, rollback and drill; the other commands of the design are not yet served."""
+"""`python -m elastic COMMAND`: launch, status, rollback and drill; the other commands of the design are not yet served."""
 
 import argparse
 import sys
@@ -11,16 +11,20 @@ from elastic.errors import ElasticError, ExitCode
 from elastic.rollback import rollback
 from elastic.status import status
 
-_NOT_YET: Final = ("launch", "report", "doctor")
+_NOT_YET: Final = ("report", "doctor")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns its exit code."""
+    if argv and argv[0] == "launch":
+        from elastic.launch import launch
+
+        return launch(argv[1:])
     if argv and argv[0] == "drill":
         return drill(argv[1:])
     if argv and argv[0] in _NOT_YET:
         sys.stderr.write(
-            f"error: python -m elastic {argv[0]}: not yet served by this version; served: status, "
+            f"error: python -m elastic {argv[0]}: not yet served by this version; served: launch, status, "
             "rollback, drill\n"
         )
         return ExitCode.WRONG
@@ -39,6 +43,9 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m elastic")
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser(
+        "launch", help="torchrun with our settings and the run's exit codes (launch --help)"
+    )
     told = commands.add_parser("status", help="where the run at a URL stands")
     told.add_argument("--json", action="store_true", help="the whole summary as JSON")
     told.add_argument(

@@ -31,6 +31,7 @@ from checkpoints.processes import is_alive, process_start
 from elastic.errors import StartError
 
 __all__ = [
+    "agent_of",
     "current_agent",
     "die_with_agent",
     "end_agent",
@@ -77,6 +78,15 @@ def current_agent(place: Launched, environ: Mapping[str, str]) -> AgentId:
     if has_agent(place):
         passed_on = environ.get("ELASTIC_AGENT_PID", "")
         pid = int(passed_on) if passed_on.isdigit() else os.getppid()
+    return agent_of(pid)
+
+
+def agent_of(pid: int) -> AgentId:
+    """Name a process of this host as an agent.
+
+    Raises:
+        StartError: Raised when /proc does not show the process.
+    """
     start = process_start(pid)
     if start is None:
         raise StartError(

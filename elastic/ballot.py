@@ -15,7 +15,7 @@ import hashlib
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol, TypeVar
 
 from checkpoints.errors import CheckpointError, TransientStoreError
@@ -103,13 +103,20 @@ class _Versions:
 class Ballot:
     """The record of one rendezvous, asked from an event loop."""
 
-    def __init__(self, endpoint: str, rdzv_id: str) -> None:
+    def __init__(
+        self, endpoint: str, rdzv_id: str, options: Mapping[str, object] | None = None
+    ) -> None:
         """Name the record.
+
+        Args:
+            endpoint: Where it lies: a folder or a URL.
+            rdzv_id: What keeps several at one endpoint apart.
+            options: Arguments of the fsspec file system.
 
         Raises:
             CheckpointError: Raised when nothing serves such a URL.
         """
-        self._store = open_store(endpoint, retry_s=_RETRY_S)
+        self._store = open_store(endpoint, options, retry_s=_RETRY_S)
         name = _safe(rdzv_id)
         versions = self._store.is_local or endpoint.startswith(_NO_SWAP)
         self._cas: _Cas = (

@@ -88,6 +88,7 @@ class Run(Saves):
         """What this rank says in the next step's agreement."""
         self._session.slot.beat(self.progress.step + 1, "step")
         signals = self._session.signals
+        self._look_at_limit()
         self.look_after_saves()
         if self._saver is None or self._watch is None:
             return Request(leave=signals.leave, notice=signals.notice)
@@ -118,6 +119,8 @@ class Run(Saves):
         self.records.step(self.progress, samples, loss=loss, skipped=skipped, values=values)
         if self.is_primary:
             self.records.console.update(samples, self._status)
+        if self._limit is not None:
+            self._limit.count_step()
         if self.at_first_step is not None:
             self.at_first_step()
             self.at_first_step = None
@@ -211,7 +214,9 @@ class Run(Saves):
             ElasticError: Others were told to leave, or the state could not be saved.
         """
         self.left = True
-        saved = self.make_durable(_LEAVE_S)
+        self._look_at_limit(together=True)
+        within_s = _LEAVE_S if self._limit is None else max(_LEAVE_S, self._limit.left_s)
+        saved = self.make_durable(within_s)
         signals = self._session.signals
         if self.is_primary:
             spent = self.records.ledger.totals()
@@ -269,7 +274,14 @@ class Run(Saves):
 
     def told_to_leave(self) -> bool:
         """Whether this rank was told to leave."""
+        self._look_at_limit()
         return self._session.signals.pending
+
+    def _look_at_limit(self, *, together: bool = False) -> None:
+        """Where the time is nearly up it is a notice to this node."""
+        save_s = None if self._saver is None else self._saver.took_s
+        if self._limit is not None and self._limit.is_near(save_s, together=together):
+            self._session.signals.note("train.stop_before: the time is nearly up")
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Write down an evaluation of the present step. Every rank."""

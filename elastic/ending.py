@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from checkpoints.errors import CheckpointError, StoreError, SupersededError, UnsupportedStateError
-from elastic.agent import end_agent
+from elastic.agent import end_agent, has_agent
 from elastic.errors import (
     ElasticError,
     ExitCode,
@@ -27,6 +27,7 @@ from elastic.errors import (
 from elastic.faults import is_collective, say_once, user_traceback
 from elastic.monitor import Fault, present_faults
 from elastic.opening import Session
+from elastic.verdict import write_verdict
 from jobs.errors import JobError
 
 if TYPE_CHECKING:
@@ -45,7 +46,11 @@ def end_worker(error: BaseException, session: Session, run: "Run | None") -> int
     """Tell and record why this worker ends; returns its exit code, or ends the agent with it."""
     code = _tell(error, session, run)
     _kill_children()
+    write_verdict(session.folder, session.place.local_rank, code)
     leaves = code is ExitCode.PREEMPTED and session.signals.notice
+    if leaves and has_agent(session.place):
+        why = session.signals.why
+        say_once(session.folder, f"{why}: this node leaves with exit code {code:d}")
     if code in _ENDS_AGENT or leaves:
         end_agent(session.agent, code)
     return code

@@ -16,6 +16,7 @@ from elastic.config import describe_settings, parse_arguments, read_settings
 from elastic.errors import ExitCode, StartError
 from elastic.faults import say_once
 from elastic.ranks import read_place
+from elastic.verdict import write_verdict
 
 __all__ = ["end_early", "main", "set_up_logging"]
 
@@ -69,6 +70,7 @@ def end_early(error: StartError, environ: Mapping[str, str]) -> int:
         if not alone:
             # All workers of the node find the same; the first one says it, for torchrun ends the rest.
             say_once(node_folder(agent), f"error: {error}")
+            write_verdict(node_folder(agent), place.local_rank, error.code)
             end_agent(agent, error.code)
     except StartError:
         place = None  # the error itself may be that the place makes no sense

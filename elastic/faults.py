@@ -51,13 +51,27 @@ class Signals:
     are notices: this node is to leave.
     """
 
-    def __init__(self, names: Sequence[str], *, end_now: Callable[[], None] | None = None) -> None:
-        """Remember what to catch; `end_now` is called at the third signal, or before `arm`."""
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        end_now: Callable[[], None] | None = None,
+        mark: Path | None = None,
+    ) -> None:
+        """Remember what to catch.
+
+        Args:
+            names: The signals.
+            end_now: Called at the third signal, or before `arm`.
+            mark: A file that is a notice once it is there; it holds the reason.
+        """
         self._names = tuple(names)
         self._end_now = end_now
+        self._mark = None if mark is None else str(mark)
         self._armed = False
         self.leave = False
-        self.notice = False
+        self.why = ""
+        """What the notice was."""
         self._count = 0
         self._counted_at = float("-inf")
 
@@ -85,6 +99,17 @@ class Signals:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 
     @property
+    def notice(self) -> bool:
+        """Whether this node is to leave. A microsecond or two: looked at in every step."""
+        if not self.why and self._mark is not None and os.path.exists(self._mark):  # noqa: PTH110 - for its speed
+            self.note(Path(self._mark).read_text(encoding="utf-8"))
+        return bool(self.why)
+
+    def note(self, why: str) -> None:
+        """This node is to leave; the first reason stays."""
+        self.why = self.why or why or "a notice"
+
+    @property
     def pending(self) -> bool:
         """Whether any signal came."""
         return self.leave or self.notice
@@ -96,7 +121,7 @@ class Signals:
         if number == signal.SIGTERM:
             self.leave = True
         else:
-            self.notice = True
+            self.note(signal.Signals(number).name)
         if self._end_now is not None and (not self._armed or self._count >= _IMPATIENT):
             self._end_now()
             os._exit(ExitCode.PREEMPTED)

@@ -6,6 +6,7 @@ refused. How it is saved is `elastic.saves`' business, what is trained in it `el
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,18 @@ from checkpoints.layout import CheckpointName, Claim
 from checkpoints.manager import CheckpointManager
 from checkpoints.rollbacks import Position, positions
 from elastic import finding, resume, summary
-from elastic.errors import AttentionError, ElasticError, OverruledError, ReplicaError
+from elastic.errors import (
+    AttentionError,
+    ElasticError,
+    OverruledError,
+    PreemptedError,
+    ReplicaError,
+)
 from elastic.fence import FenceWatch
 from elastic.keeping import Keeper
+from elastic.limit import launch_began, limit_of
 from elastic.monitor import Fault
+from elastic.notices import Notices
 from elastic.opening import (
     Session,
     Setup,
@@ -54,6 +63,19 @@ class Generation:
             MeetingError: The ranks did not find each other in time.
         """
         self._session, self._setup = session, setup
+        self._limit = limit_of(
+            setup.stop_before,
+            by_slurm="slurm" in setup.notices,
+            began=launch_began(session.agent),
+            environ=os.environ,
+        )
+        if self._limit is not None and self._limit.left_s <= 0:
+            session.signals.note("train.stop_before: the time is up")
+        if session.signals.notice:
+            raise PreemptedError("told to leave before this start; what is saved stays")
+        self._notices = Notices(setup.notices, session.folder, os.environ)
+        if session.place.local_rank == 0:
+            self._notices.start()
         self.store = open_run_store(session, setup.checkpoint)
         hello = hello_of(session, setup, code)
         self.world, self._meeting, self._hellos = open_world(
@@ -321,6 +343,7 @@ class Generation:
 
     def close(self) -> None:
         """Give everything back, in order."""
+        self._notices.close()
         self._end_records()
         self.keeper.close(finished=self._finished)
         self.manager.close()

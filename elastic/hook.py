@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping, Sequence
     from typing import Any, NoReturn
 
-__all__ = ["handlers", "node_range", "prepare", "starts_our_runner"]
+__all__ = ["failures", "handlers", "node_range", "prepare", "starts_our_runner"]
 
 LAUNCHERS = ("torchrun", "torchrun.py", "run.py", "launch.py")
 """Names under which torchrun runs: its script, `-m torch.distributed.run` and `-m torch.distributed.launch`."""
@@ -107,7 +107,7 @@ def _backend() -> str:
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Tell torchrun's own ends in a line each: the workers have told theirs above. All else as ever."""
     if kind.__name__ == "ChildFailedError":
-        line = "; ".join(_failures(error))
+        line = "; ".join(failures(error))
     elif kind.__name__ == "SignalException":
         line = f"ended by signal {getattr(getattr(error, 'sigval', None), 'name', 'unknown')}"
     elif kind.__module__ == "elastic.errors" or (
@@ -128,7 +128,7 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
     sys.stderr.write(f"torchrun: {line}\n")
 
 
-def _failures(error: BaseException) -> list[str]:
+def failures(error: BaseException) -> list[str]:
     """Name each failed worker: the first failure is the cause, those that torchrun itself ended are left out."""
     failures = sorted(
         getattr(error, "failures", {}).items(),

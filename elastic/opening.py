@@ -20,11 +20,13 @@ from checkpoints.layout import AgentId, meeting_name
 from checkpoints.options import CheckpointOptions
 from checkpoints.store import Store, open_store
 from elastic.agent import current_agent, die_with_agent, has_agent, node_folder
-from elastic.errors import AttentionError, StartError
+from elastic.errors import AttentionError, ExitCode, StartError
 from elastic.faults import Signals
 from elastic.meeting import Meeting, meet
 from elastic.monitor import Fault, Slot, open_slot, previous_faults
+from elastic.notices import MARK
 from elastic.ranks import Place, read_place
+from elastic.verdict import clear_verdict, write_verdict
 from elastic.world import World, start_world
 
 __all__ = [
@@ -57,6 +59,8 @@ class Setup:
     audit: bool = False
     accept: tuple[str, ...] = ()
     step_delay_s: float = 0.0
+    stop_before: str | None = None
+    notices: tuple[str, ...] = ()
     config: Mapping[str, Any]
     """All settings, without credentials: compared between nodes, kept in the claim."""
 
@@ -88,15 +92,17 @@ def open_session(environ: Mapping[str, str], signals: Sequence[str]) -> Session:
     folder = node_folder(agent)
     slot = open_slot(folder, place.local_rank)
     slot.begin(place.rank, None)
-    leaving = functools.partial(_note_early_end, slot)
-    caught = Signals(signals, end_now=leaving)
+    clear_verdict(folder, place.local_rank)
+    leaving = functools.partial(_note_early_end, slot, folder, place.local_rank)
+    caught = Signals(signals, end_now=leaving, mark=folder / MARK)
     caught.install()
     return Session(
         place=place, agent=agent, folder=folder, slot=slot, signals=caught, began=time.time()
     )
 
 
-def _note_early_end(slot: Slot) -> None:
+def _note_early_end(slot: Slot, folder: Path, local_rank: int) -> None:
+    write_verdict(folder, local_rank, ExitCode.PREEMPTED)
     slot.end(
         slot.fault(InterruptedError("told to leave before there was anything to save"), "preempted")
     )

@@ -14,6 +14,8 @@ from typing import Literal
 from checkpoints.errors import OptionError
 from checkpoints.options import CheckpointOptions, Duration, Interval, parse_duration
 from elastic.errors import ConfigError
+from elastic.limit import check_limit
+from elastic.notices import KINDS
 
 __all__ = [
     "AuditOptions",
@@ -90,7 +92,7 @@ class TrainOptions:
     warm_start: Literal["auto", "off"] = "auto"
     """`auto`: where workers may be started again, a process on each node holds what they import, and forks them; `off`: each start imports anew (ELASTIC_WARM=0 does the same)."""
     stop_before: str | None = None
-    """Wall-clock limit before which the state is saved and the run ends."""
+    """Save and end (75) before this: a duration since the launch began (`11 h`), a time (`23:30`, `2027-01-31T23:30`), or `slurm`: the job's end."""
     step_delay: float = field(default=0.0, metadata=_HIDDEN)
     """Seconds slept in each step, for drills and tests."""
 
@@ -117,7 +119,8 @@ class TrainOptions:
             )
         delays = math.isfinite(self.step_delay) and self.step_delay >= 0
         _require("step_delay", self.step_delay, "seconds, 0 or more", holds=delays)
-        _not_yet("stop_before", self.stop_before, asked=self.stop_before is not None)
+        if self.stop_before is not None:
+            check_limit(self.stop_before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,6 +221,8 @@ class Settings:
     """End a worker whose step takes longer than this."""
     signals: tuple[str, ...] = ("SIGTERM",)
     """Signals that mean: save the state and leave."""
+    notices: tuple[str, ...] = ()
+    """Who is asked whether this node is to leave: `aws`, `aws-rebalance`, `gcp` (the metadata services), `slurm` (the job's end)."""
 
     def __post_init__(self) -> None:
         """Check the ranges, then what this version does not serve."""
@@ -234,4 +239,6 @@ class Settings:
         for name in self.signals:
             catchable = name in signal.Signals.__members__ and name not in _UNCATCHABLE | _FAULTS
             _require("signals", name, "names like SIGTERM or SIGUSR1", holds=catchable)
+        for name in self.notices:
+            _require("notices", name, f"one of {', '.join(KINDS)}", holds=name in KINDS)
         _not_yet("hang_after", self.hang_after, asked=self.hang_after is not None)

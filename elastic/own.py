@@ -29,6 +29,7 @@ from elastic.entry import end_early, set_up_logging
 from elastic.errors import ElasticError, StartError
 from elastic.faults import leave
 from elastic.identity import compare_ranks, fingerprint_dataset
+from elastic.limit import check_limit
 from elastic.loader import Loader, StepBatch, count_samples
 from elastic.opening import Session, Setup, code_hash, open_session
 from elastic.sampler import Plan
@@ -39,7 +40,7 @@ from jobs.sampling import Sampling
 __all__ = ["OwnLoader", "OwnRun", "start"]
 
 
-def start(
+def start(  # noqa: PLR0913 - each is a setting
     url: str,
     *,
     every: object = "1 epoch",
@@ -48,6 +49,8 @@ def start(
     signals: tuple[str, ...] = ("SIGTERM",),
     timeout_s: float = 600.0,
     audit: bool = False,
+    stop_before: str | None = None,
+    notices: tuple[str, ...] = (),
     **checkpoint: Any,
 ) -> "OwnRun":
     """Meet the other ranks, start the process group, and return the run. Collective; main thread.
@@ -62,6 +65,8 @@ def start(
         signals: Signals that mean: save the state and leave.
         timeout_s: Longest wait for the other ranks, at the start and in a step.
         audit: Write the indices of each step and rank to audit/.
+        stop_before: As `train.stop_before`.
+        notices: As `notices`.
         checkpoint: Other keys of the `checkpoint` section: keep, keep_every, storage_options, …
     """
     place_rank = int(os.environ.get("RANK", "0") or 0)
@@ -82,6 +87,8 @@ def start(
     sys.excepthook = end
     session = open_session(os.environ, signals)
     try:
+        if stop_before is not None:
+            check_limit(stop_before)
         options = CheckpointOptions(url=url, every=Interval.parse(every), **checkpoint)
     except (OptionError, TypeError) as error:
         raise StartError(f"elastic.start: {error}") from error
@@ -90,6 +97,8 @@ def start(
         backend=backend,
         timeout_s=timeout_s,
         audit=audit,
+        stop_before=stop_before,
+        notices=notices,
         config={"seed": seed, "every": str(options.every), "backend": backend},
     )
     run = OwnRun(session, setup, seed=seed)

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
@@ -53,20 +53,28 @@ _ASK_S: Final = 5.0
 _POLL_S: Final = 0.02
 
 
-def create(params: RendezvousParameters) -> RendezvousHandler:
+def create(
+    params: RendezvousParameters, options: Mapping[str, object] | None = None
+) -> RendezvousHandler:
     """Make the handler of this agent; it looks for the others at once.
+
+    Args:
+        params: What torchrun was given.
+        options: Arguments of the endpoint's fsspec file system.
 
     Raises:
         RendezvousConnectionError: Raised when nothing serves the endpoint.
         ConfigError: Raised when a setting is wrong.
     """
-    return FsspecHandler(params)
+    return FsspecHandler(params, options)
 
 
 class FsspecHandler(RendezvousHandler):
     """torchrun's side: each method is called by the agent's main thread."""
 
-    def __init__(self, params: RendezvousParameters) -> None:
+    def __init__(
+        self, params: RendezvousParameters, options: Mapping[str, object] | None = None
+    ) -> None:
         if not params.endpoint:
             raise RendezvousConnectionError(
                 "rdzv_endpoint: found none, expected a folder that all nodes see, or a URL such as s3://bucket/run/rdzv"
@@ -74,7 +82,7 @@ class FsspecHandler(RendezvousHandler):
         self._run_id = params.run_id
         self._terms = read_terms(params.min_nodes, params.max_nodes, params.config)
         try:
-            ballot = Ballot(params.endpoint, params.run_id)
+            ballot = Ballot(params.endpoint, params.run_id, options)
         except CheckpointError as error:
             raise RendezvousConnectionError(str(error)) from error
         addresses = own_addresses(one_node=False, given=None)

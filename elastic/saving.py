@@ -110,6 +110,11 @@ class Saver:
         return self.last or self._parent
 
     @property
+    def took_s(self) -> float | None:
+        """How long the newest checkpoint took, from its snapshot to its commit; None before the first."""
+        return self._took_s or None
+
+    @property
     def wants(self) -> bool:
         """Whether the clock asks for a checkpoint: the interval's, or a failed one's."""
         if self._retry_at is not None:
@@ -292,7 +297,7 @@ class Saver:
             self.put_off(step, error)
             return False
         self._saved(name)
-        took_s = self._clock() - began
+        took_s = self._took_s = self._clock() - began
         self._tell(self.pace.cost(took_s, took_s=took_s))
         return True
 

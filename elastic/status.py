@@ -11,7 +11,7 @@ from checkpoints.layout import SUMMARY
 from checkpoints.store import Store, open_store
 from elastic.errors import ExitCode
 
-__all__ = ["code_of", "status"]
+__all__ = ["code_at", "code_of", "status"]
 
 _CODES: Final[Mapping[str, ExitCode]] = {
     "complete": ExitCode.DONE,
@@ -52,6 +52,15 @@ def status(url: str, options: Mapping[str, object], *, as_json: bool) -> ExitCod
             ) from error
         sys.stdout.write("\n".join(lines) + "\n")
     return code_of(found)
+
+
+def code_at(url: str, options: Mapping[str, object]) -> ExitCode:
+    """Return the exit code that the run at a URL stands for.
+
+    Raises:
+        CheckpointError: The URL cannot be read.
+    """
+    return code_of(_read(open_store(url, options)))
 
 
 def _read(store: Store) -> dict[str, Any] | None:

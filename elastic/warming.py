@@ -21,7 +21,7 @@ from elastic.ranks import Place
 from elastic.relay import is_off
 from elastic.sources import files_of
 
-__all__ = ["LINK", "STEPPED", "Plan", "first_step", "is_own_to_start"]
+__all__ = ["LINK", "STEPPED", "Plan", "first_step", "is_own_to_start", "spawn"]
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def first_step(environ: Mapping[str, str], agent: AgentId, folder: Path) -> None
             return
         flags = interpreter_flags(sys.orig_argv, sys.argv)
         if flags is not None:
-            _spawn(_plan(agent, folder), flags)
+            spawn(_plan(agent, folder), flags)
     except (OSError, ValueError) as error:
         logger.warning("no warm process could be started: %s", error)
 
@@ -177,8 +177,8 @@ def _names(modules: Mapping[str, ModuleType]) -> list[str]:
     ]
 
 
-def _spawn(plan: Plan, flags: list[str]) -> None:
-    """Start the warm process in a session of its own; it leaves this worker's environment of rank and world."""
+def spawn(plan: Plan, flags: list[str]) -> int:
+    """Start the warm process in a session of its own, without an environment of rank and world; returns its pid."""
     told = os.memfd_create("warm start", 0)  # inherited, so not close-on-exec
     try:
         with open(told, "wb", closefd=False) as file:
@@ -189,7 +189,7 @@ def _spawn(plan: Plan, flags: list[str]) -> None:
         opened = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         environ = {name: text for name, text in plan.environ.items() if not is_of_a_start(name)}
         # Not subprocess: it would wait for a child that is to outlive us.
-        os.posix_spawn(
+        return os.posix_spawn(
             sys.executable,
             command,
             environ,

@@ -15,10 +15,12 @@ from elastic.config import settings_json
 from elastic.core import Run
 from elastic.ending import end_worker
 from elastic.errors import ExitCode, StartError
+from elastic.launching import LAUNCHED
 from elastic.loop import Training
 from elastic.opening import Setup, code_hash, open_session
 from elastic.options import Settings
 from elastic.uncompiled import postpone_compiler
+from elastic.verdict import write_verdict
 from elastic.warming import first_step, is_own_to_start
 from jobs.errors import JobError
 from jobs.job import Job
@@ -41,11 +43,15 @@ def work(settings: Settings, environ: Mapping[str, str]) -> int:
         if is_own_to_start(session.place, environ, wanted=settings.train.warm_start == "auto"):
             run.at_first_step = partial(first_step, environ, session.agent, session.folder)
         if not _is_over(run, settings):
-            Training(job, settings, run).train()
+            training = Training(job, settings, run)
+            if LAUNCHED not in environ and session.place.launcher == "torchrun":
+                _tell_of_torchrun(run)
+            training.train()
         run.close()
     except BaseException as error:  # noqa: BLE001  # the top of the process: every end gets its code
         return end_worker(error, session, run)
     session.slot.end(None)
+    write_verdict(session.folder, session.place.local_rank, ExitCode.DONE)
     return ExitCode.DONE
 
 
@@ -59,8 +65,18 @@ def setup_of(settings: Settings) -> Setup:
         audit=settings.audit.samples,
         accept=settings.run.accept,
         step_delay_s=settings.train.step_delay,
+        stop_before=settings.train.stop_before,
+        notices=settings.notices,
         config=settings_json(settings),
     )
+
+
+def _tell_of_torchrun(run: Run) -> None:
+    """Say once what this launcher cannot do."""
+    if run.generation == 1:
+        run.tell([
+            "torchrun makes 1 of every exit code but 0; python -m elastic launch, with the same arguments, gives the run's"
+        ])  # fmt: skip
 
 
 def _load(settings: Settings) -> Job:
