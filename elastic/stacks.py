@@ -69,17 +69,17 @@ def state_of(pid: int) -> str:
     return status.get("State", "")[:1]
 
 
-def family_of(pids: list[int]) -> list[int]:
-    """The descendants of processes: loader workers hang too."""
+def family_of(pid: int) -> list[int]:
+    """The forks of a worker and theirs: loader workers hang too. What it has started anew is none of them."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - names alone
         if name.isdigit():
             parent = status_of(int(name)).get("PPid", "")
             parents[int(name)] = int(parent) if parent.isdigit() else 0
-    found = list(pids)
+    found = [pid]
     for one in found:
-        found += [pid for pid, parent in parents.items() if parent == one and pid not in found]
-    return found[len(pids) :]
+        found += [child for child, parent in parents.items() if parent == one]
+    return [child for child in found[1:] if _answers(child)]
 
 
 def _answers(pid: int) -> bool:
@@ -160,6 +160,6 @@ def in_collective(frames: list[tuple[str, int, str]]) -> bool:
 def where_of(frames: list[tuple[str, int, str]], foreign: tuple[str, ...]) -> str:
     """Name the innermost line that is none of a library's, as file:line; else the innermost at all."""
     for file, line, _ in frames:
-        if not file.startswith((*foreign, "<")):
+        if not file.startswith((*foreign, "<")) and "/site-packages/" not in file:
             return f"{file}:{line}"
     return f"{frames[0][0]}:{frames[0][1]}" if frames else ""

@@ -24,7 +24,6 @@ __all__ = ["note_end", "note_hang", "tell"]
 _ROOT: Final = Path(__file__).resolve().parent.parent
 _FOREIGN: Final = (
     sysconfig.get_path("stdlib"),
-    sysconfig.get_path("purelib"),
     f"{_ROOT}/elastic/",
     f"{_ROOT}/checkpoints/",
 )

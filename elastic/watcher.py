@@ -108,7 +108,7 @@ class Watcher:
         return find_hung(workers)
 
     def _dump(self, workers: list[Seen]) -> dict[str, str]:
-        files = {seen.pulse.path: stacks_of(seen.pulse) for seen in workers}
+        files = {seen.pulse.path: seen.pulse.path + STACKS for seen in workers}
         found = ask_stacks([seen.pulse.pid for seen in workers], list(files.values()))
         return {path: found[file] for path, file in files.items()}
 
@@ -125,11 +125,11 @@ class Watcher:
         workers = list(self._workers.values())
         stopped = [seen.pulse.path for seen in workers if state_of(seen.pulse.pid) == "T"]
         dumps = self._dump(workers)
-        children = {seen.pulse.path: family_of([seen.pulse.pid]) for seen in hung}
-        for seen in hung:
-            more = ask_stacks(children[seen.pulse.path], [stacks_of(seen.pulse)])
-            dumps[seen.pulse.path] += more[stacks_of(seen.pulse)]
-        tell(hung, workers, dumps, stopped, most=_SHOWN_BYTES)
+        children = {seen.pulse.path: family_of(seen.pulse.pid) for seen in hung}
+        shown = dict(dumps)
+        for path, pids in children.items():
+            shown[path] += ask_stacks(pids, [path + STACKS])[path + STACKS] if pids else ""
+        tell(hung, workers, shown, stopped, most=_SHOWN_BYTES)
         for seen in hung:
             note_hang(seen, dumps[seen.pulse.path], is_stopped=seen.pulse.path in stopped)
             self._told.add(seen.pulse.path)
@@ -150,11 +150,6 @@ class Watcher:
                 note_end(seen.pulse)
                 kill(seen.pulse, [])
                 self._told.add(seen.pulse.path)
-
-
-def stacks_of(pulse: Pulse) -> str:
-    """The file into which a worker writes its stacks."""
-    return pulse.path + STACKS
 
 
 def kill(pulse: Pulse, children: list[int]) -> None:

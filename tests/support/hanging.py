@@ -1,8 +1,4 @@
-"""A job that hangs at one place, in one way, on one rank, once; and one whose rank is slow.
-
-The place and the way are arguments: `where` is load, loss, evaluate, model or hook, `how` is sleep (in Python),
-loop (in Python), gil (in C, with Python's lock held) or stop (SIGSTOP).
-"""
+"""A job whose ranks hang at given places, each once; one that crashes at a step; one whose rank is slow."""
 
 import ctypes
 import os
@@ -13,76 +9,79 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from jobs.job import JobRun, Mean, Metric
 from tests.support.tracer import Batch, Counter, Numbers, rank_here, steps_done
 
 
 def hang(how: str) -> None:
-    """Give no sign of life any more."""
+    """Give no sign of life any more: in Python, in C with Python's lock held, stopped, or in a dead collective."""
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    while how == "loop":
-        pass
     if how == "gil":
         ctypes.PyDLL(None).sleep(3600)
+    if how == "alone":
+        dist.barrier()
+    while how == "loop":
+        pass
     time.sleep(3600)
 
 
 class Hanging(Counter):
-    """Hangs in step `step` on `rank`; with `marker` once, without at each try."""
+    """Hangs as a text such as "loss:gil:3@1 load:sleep:4@0" says: where, how, in which step, on which rank.
 
-    def __init__(
-        self,
-        where: str = "loss",
-        how: str = "sleep",
-        step: int = 3,
-        rank: int = 1,
-        n: int = 24,
-        marker: str = "",
-    ) -> None:
-        super().__init__(n)
-        self.where, self.how, self.step, self.rank, self.marker = where, how, step, rank, marker
-        self._trained = 0
+    One after the other: what has happened is noted in the folder `marks`, and the next may. Without it the first
+    happens at each try.
+    """
 
-    def _maybe(self, where: str, step: int) -> None:
-        if (where, step, rank_here()) != (self.where, self.step, self.rank):
+    def __init__(self, hangs: str = "", n: int = 40, marks: str = "", delay: float = 0.0) -> None:
+        super().__init__(n, delay)
+        self.hangs, self.marks = hangs.split(), marks
+        self._evaluated = 0
+
+    def maybe(self, where: str, step: int) -> None:
+        """Hang, if this is one of the places."""
+        for place in self.hangs:
+            mark = Path(self.marks) / place.replace(":", "-")
+            if self.marks and mark.exists():
+                continue
+            at, how, when = place.split(":")
+            if (at, when) == (where, f"{step}@{rank_here()}"):
+                if self.marks:
+                    mark.parent.mkdir(exist_ok=True)
+                    mark.touch()
+                hang(how)
             return
-        if self.marker:
-            if Path(self.marker).exists():
-                return
-            Path(self.marker).touch()
-        hang(self.how)
 
     def dataset(self) -> Dataset[Any]:
-        return Reading(self) if self.where == "load" else super().dataset()
+        return Reading(self)
 
     def model(self) -> nn.Module:
-        self._maybe("model", self.step)
+        self.maybe("model", 0)
         return super().model()
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        self._trained = steps_done(model)
-        self._maybe("loss", self._trained + 1)
-        loss = super().loss(model, batch)
-        assert isinstance(loss, Tensor)
-        return loss
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        self.maybe("loss", steps_done(model) + 1)
+        return super().loss(model, batch)
 
     def eval_dataset(self) -> Dataset[Any]:
-        return Numbers(6)
+        return Numbers(8)
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Metric]:
-        self._maybe("evaluate", steps_done(model))
-        return {"score": Mean(torch.tensor(1.0), 1)}
+        self._evaluated += 1
+        if self._evaluated % 2 == 0:  # the first batch has a longer bound
+            self.maybe("evaluate", steps_done(model))
+        return {"score": Mean(torch.tensor(float(len(batch[0]))), len(batch[0]))}
 
     def on_step(self, run: JobRun) -> None:
-        self._maybe("hook", run.step)
+        self.maybe("hook", run.step)
 
 
 class Reading(Numbers):
-    """Hangs where the item of the job's step is read, in a loader worker where there is one."""
+    """Hangs where a loader worker reads its item of the given number."""
 
     def __init__(self, job: Hanging) -> None:
         super().__init__(job.n)
@@ -90,21 +89,40 @@ class Reading(Numbers):
         self.read = 0
 
     def __getitem__(self, index: int) -> tuple[float, int]:
-        self.read += 1
-        self.job._maybe("load", self.read)
+        if get_worker_info() is not None:
+            self.read += 1
+            self.job.maybe("load", self.read)
         return super().__getitem__(index)
+
+
+class Crashing(Counter):
+    """Rank 1 ends in step 3 at each try by a signal that comes from its own code; `host` may be at fault."""
+
+    def __init__(self, n: int = 40, step: int = 3, only: str = "", delay: float = 0.0) -> None:
+        super().__init__(n, delay)
+        self.step, self.only = step, only
+
+    def model(self) -> nn.Module:
+        if self.only and os.environ.get("FAULTY") == self.only:
+            ctypes.string_at(0)
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        if not self.only and steps_done(model) + 1 == self.step and rank_here() == 1:
+            ctypes.string_at(0)
+        return super().loss(model, batch)
 
 
 class Slow(Counter):
     """One rank takes `late` seconds longer for each step."""
 
-    def __init__(
-        self, n: int = 4000, rank: int = 1, late: float = 0.1, delay: float = 0.05
-    ) -> None:
-        super().__init__(n, delay)
+    def __init__(self, n: int = 4000, rank: int = 1, late: float = 0.05) -> None:
+        super().__init__(n, 0.02)
         self.rank, self.late = rank, late
 
-    def loss(self, model: nn.Module, batch: Batch) -> Any:
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         if rank_here() == self.rank:
             time.sleep(self.late)
-        return super().loss(model, batch)
+        loss = super().loss(model, batch)
+        assert isinstance(loss, Tensor)
+        return loss
