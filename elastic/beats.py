@@ -39,19 +39,26 @@ class Pulse:
         """Read the bytes of a slot; `magic` is another one where they are none."""
         self.path = path
         found = HEAD.unpack_from(data)
+        self.pid: int
+        self.start: int
+        self.rank: int
+        self.local_rank: int
         self.magic, self.pid, self.start, self.local_rank, self.rank, self.generation = found[:6]
         self.step = BEAT.unpack_from(data, BEAT_AT)[0]
         self.phase = data[PHASE_AT : PHASE_AT + PHASE_BYTES].rstrip(b"\0").decode(errors="replace")
+        self.number: int
+        self.bound_s: float
+        self.wait_s: float
+        self.stub: int
         self.number, self.bound_s, self.wait_s, _ = PULSE.unpack_from(data, PULSE_AT)
-        stub, is_whole = PLACE.unpack_from(data, PLACE_AT)
-        self.stub: int = stub
+        self.stub, is_whole = PLACE.unpack_from(data, PLACE_AT)
         self.world_is_here = bool(is_whole)
         self.has_ended = data[END_AT] != 0
 
     @property
     def waits(self) -> bool:
         """Whether the worker says that it waits for others."""
-        return bool(self.wait_s > 0)
+        return self.wait_s > 0
 
 
 def read_pulse(path: str) -> Pulse | None:

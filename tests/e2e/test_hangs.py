@@ -82,7 +82,7 @@ def test_a_crash_at_the_same_step_ends_the_run_with_a_diagnosis(cluster: Cluster
     )
     assert agent.wait(120) == 1
     assert re.search(
-        r"error: no progress: 3 times in a row at step 3, phase 'step', on \S+: worker killed \(SIGSEGV, rank 1\);"
+        r"error: no progress: 3 times in a row at step 3, phase 'first step', on \S+: worker killed \(SIGSEGV, rank 1\);"
         r" mend it and start again\n",
         agent.output(),
     )
