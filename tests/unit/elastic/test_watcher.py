@@ -38,8 +38,8 @@ HANGS = {
     "sleeps": "time.sleep(60)",
     "spins": "while True: pass",
     "holds Python's lock": "while True: ctypes.PyDLL(None).sleep(60)",
-    "is stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
-    "is stopped while it waits": "slot.wait(60); os.kill(os.getpid(), signal.SIGSTOP)",
+    "is stopped": "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)",
+    "is stopped while it waits": "slot.wait(60); os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)",
 }
 
 
