@@ -39,9 +39,9 @@ def test_c51d_each_way_to_hang_is_named_and_costs_one_restart(cluster: Cluster) 
         r"worker hung \(rank 1, step 2, step, \S+hanging\.py:\d+\): no sign of life for \d s",
         r"worker hung \(rank 0, step 3, step, \S+hanging\.py:\d+\): no sign of life for \d s",
         r"worker hung \(rank 1, step \d, load, \S+\): no sign of life for \d s",
-        r"worker hung \(rank 0, step 8, step, \S+hanging\.py:\d+\): no peer came for \d s",
+        r"worker hung \(rank [01], step 8, step, \S+\): no peer came for \d s",
         r"worker hung \(rank 1, step 10, evaluate, \S+hanging\.py:\d+\): no sign of life for \d s",
-        r"worker hung \(rank 1, step 1\d, \w+, \S+\): stopped for \d s",
+        r"worker hung \(rank 1, step 1\d, [\w ]+, \S+\): stopped for \d s",
     ]
     for cause, pattern in zip(causes(summary), expected, strict=True):
         assert re.fullmatch(pattern, cause)
@@ -57,7 +57,7 @@ def test_c51d_each_way_to_hang_is_named_and_costs_one_restart(cluster: Cluster) 
     assert "in hang" in fault["message"]
     # A dead collective alone takes both ranks, and nothing waits for torchrun's 30 seconds.
     assert "forcefully exiting" not in told
-    assert cluster.leftovers() == []
+    cluster.until(lambda: not cluster.leftovers(), "the watcher's end", timeout_s=10, idle=True)
 
 
 def test_own_loop_that_hangs_is_restarted_and_one_that_evaluates_is_left_alone(
