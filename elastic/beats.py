@@ -75,9 +75,13 @@ def read_pulse(path: str) -> Pulse | None:
 
 
 def slots_in(folder: str) -> list[str]:
-    """List the slots of an agent's folder, those of workers that are gone too."""
+    """List the slots of an agent's folder, those of workers that are gone too; none where it is gone."""
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - no pathlib here
+    except OSError:
+        return []
     found = []
-    for name in os.listdir(folder):  # noqa: PTH208 - no pathlib here
+    for name in names:
         parts = name.split("-")
         if parts[0] == "slot" and len(parts) == 4 and all(part.isdigit() for part in parts[1:]):
             found.append(f"{folder}/{name}")
