@@ -29,7 +29,7 @@ def test_c51d_each_way_to_hang_is_named_and_costs_one_restart(cluster: Cluster) 
         "loader.workers=1",
     )
     agent = cluster.start(f"{JOB}:Hanging", BATCH, *given, max_restarts=6)
-    cluster.until_step(12)
+    cluster.until_step(12, timeout_s=240)
     stopped = cluster.kill(1, signal.SIGSTOP)  # the stub of a warm start, as torchrun knows it
     summary = cluster.complete()
     told = agent.output()
