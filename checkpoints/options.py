@@ -13,6 +13,8 @@ from typing import Annotated, Final, Literal, Self
 from checkpoints.errors import OptionError
 
 Duration = Annotated[float, "duration"]
+Limit = Annotated[float, "limit"]
+"""A duration, or 0 for `off`."""
 """Seconds, written as `30`, `30 s`, `10 min` or `2 h`."""
 
 _SECONDS: Final[Mapping[str, float]] = {
@@ -39,6 +41,23 @@ def parse_duration(value: object) -> float:
     if not 0 < seconds <= _LONGEST_S:
         raise OptionError(f"found {value!r}, expected a duration such as 30 s, 10 min or 2 h")
     return seconds
+
+
+def parse_limit(value: object) -> float | None:
+    """As parse_duration; 0 for `off`, None for None.
+
+    Raises:
+        OptionError: It is neither, or not above 0 and below ten years.
+    """
+    if value is None:
+        return None
+    is_off = isinstance(value, str) and value.strip().lower() == "off"
+    if is_off or value is False or value == 0:
+        return 0.0
+    try:
+        return parse_duration(value)
+    except OptionError as error:
+        raise OptionError(f"{error}, or off") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import Final
 __all__ = ["REQUEST_SLOTS", "Agreed", "Request"]
 
 REQUEST_SLOTS: Final = 8
-"""How many numbers a Request packs into."""
+"""How many numbers a Request packs into, without the paces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One rank's flags for one step; the last six are the primary's alone."""
+    """What one rank says in one step; all after the first two flags but its pace is the primary's alone."""
 
     leave: bool = False
     """SIGTERM came: the agent ends or restarts this worker."""
@@ -34,6 +34,8 @@ class Request:
     """A newer generation of this launch has claimed the run without this world's agents."""
     memory: bool = False
     """A snapshot for the nodes' memory is due by the clock."""
+    paces: tuple[float, ...] = ()
+    """Of each rank, 0 but for this one's: the seconds of its own that its last step took."""
 
     def pack(self) -> list[float]:
         """As numbers that can be summed over the ranks."""
@@ -46,6 +48,7 @@ class Request:
             float(self.superseded),
             float(self.parted),
             float(self.memory),
+            *self.paces,
         ]
 
 
@@ -63,6 +66,8 @@ class Agreed:
     superseded: bool = False
     parted: bool = False
     memory: bool = False
+    paces: tuple[float, ...] = ()
+    """The seconds of its own that each rank's last step took; 0 where a rank does not know."""
 
     @property
     def leaving(self) -> bool:
@@ -72,7 +77,9 @@ class Agreed:
     @classmethod
     def read(cls, summed: Sequence[float]) -> "Agreed":
         """From the summed numbers of `Request.pack`."""
-        leave, notice, save, evaluate, stop, superseded, parted, memory = (round(v) for v in summed)
+        leave, notice, save, evaluate, stop, superseded, parted, memory = (
+            round(value) for value in summed[:REQUEST_SLOTS]
+        )
         return cls(
             leave=leave,
             notice=notice,
@@ -82,4 +89,5 @@ class Agreed:
             superseded=superseded > 0,
             parted=parted > 0,
             memory=memory > 0,
+            paces=tuple(summed[REQUEST_SLOTS:]),
         )

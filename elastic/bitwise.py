@@ -121,6 +121,7 @@ class TreeReducer:
             owned(rank, self._world.world_size, self._shards)
             for rank in range(self._world.world_size)
         ]
+        self._world.wait_for_gradients()
         totals, present, used = numbers.read(everywhere)
         nodes = [nodes_of(of, present) for of in everywhere]
         if [node for node, _ in self._tree] != nodes[self._world.rank]:
@@ -136,6 +137,7 @@ class TreeReducer:
             counts = [len(of) for of in nodes]
             order = merges([node for of in nodes for node in of])
             self._exchange(buffers, result, counts, order)
+        self._world.has_gradients()
         self._flat.show(result, used)
         for buffer in buffers or [result]:
             self._flat.give_back(buffer)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from checkpoints.errors import OptionError
-from checkpoints.options import Interval, parse_duration
+from checkpoints.options import Interval, Limit, parse_duration, parse_limit
 from checkpoints.redaction import redact_options, redact_url
 from elastic.errors import ConfigError
 from elastic.options import Settings
@@ -245,8 +245,10 @@ def _scalar(hint: Any, written: Scalar, key: str) -> object:
         off = plain and "off" in choices and boolean(text) is False
         return text if text in choices else ("off" if off else None)
     if typing.get_origin(hint) is Annotated:
+        parse = parse_limit if hint is Limit else parse_duration
+        value = False if parse is parse_limit and plain and boolean(text) is False else number(text)
         try:
-            return parse_duration(text if number(text) is None else number(text))
+            return parse(text if value is None else value)
         except OptionError as error:
             raise ConfigError(f"{key}: {error} ({written.place})") from error
     readers = {int: whole, float: number, bool: boolean}
@@ -265,7 +267,7 @@ def _expected(hint: Any) -> str:
     elif origin is Literal:
         words = "one of " + ", ".join(typing.get_args(inner))
     elif origin is Annotated:
-        words = "a duration"
+        words = "a duration, off" if inner is Limit else "a duration"
     elif origin is tuple:
         words = "a list of text"
     elif dataclasses.is_dataclass(inner):

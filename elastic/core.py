@@ -5,6 +5,7 @@ counted when its update is done; a save, a signal or an early end is agreed by a
 boundary; a generation commits a step at most once. How a step is computed is not known here.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -66,6 +67,7 @@ class Run(Saves):
         """
         self.epochs_planned = epochs
         while not self.over:
+            self._session.slot.beat(self.progress.step, "first batch")
             yield self.progress.epoch
             if self.at_epoch_end:
                 self.end_epoch()
@@ -86,18 +88,20 @@ class Run(Saves):
 
     def request(self, *, evaluate: bool = False) -> Request:
         """What this rank says in the next step's agreement."""
-        self._session.slot.beat(self.progress.step + 1, "step")
+        phase = "step" if self._stepped else "first step"
+        self._session.slot.beat(self.progress.step + 1, phase)
         signals = self._session.signals
         self._look_at_limit()
         self.look_after_saves()
         if self._saver is None or self._watch is None:
-            return Request(leave=signals.leave, notice=signals.notice)
+            return Request(leave=signals.leave, notice=signals.notice, paces=self.paces.told())
         return Request(
             leave=signals.leave,
             notice=signals.notice,
             save=self._saver.wants,
             memory=self._saver.wants_memory,
             evaluate=evaluate,
+            paces=self.paces.told(),
             stop=self._stop_asked is not None,
             superseded=isinstance(self._saver.fenced or self._watch.found, SupersededError),
             parted=isinstance(self._saver.fenced or self._watch.found, PartedError),
@@ -112,6 +116,8 @@ class Run(Saves):
         skipped: bool = False,
     ) -> None:
         """Count the step whose update is done or skipped. Every rank."""
+        self.paces.stop()
+        self._stepped = True
         if skipped:
             self.records.audit(self.progress, [], skipped=True)
         self.progress.count_step(samples, skipped=skipped)
@@ -148,6 +154,28 @@ class Run(Saves):
             self.save()
         elif agreed.memory or is_due(memory, self.progress.step) or self._save_deferred:
             self.remember()
+        self.look_at_paces(agreed.paces)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """What comes next belongs to the next step: its batch, its forward and backward. Every rank."""
+        self._session.slot.beat(self.progress.step, "load")
+        self.paces.start()
+
+    @contextlib.contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Around what has a bound of its own before it counts as hung."""
+        slot = self._session.slot
+        before = slot.phase
+        slot.enter(phase)
+        try:
+            yield
+        finally:
+            slot.enter(before)
+
+    def alive(self) -> None:
+        """Say that what takes long here goes on well: `hang_after` counts anew from now. Any rank, often if you like."""
+        self._session.slot.enter(self._session.slot.phase)
 
     def is_left_out(self, samples: int) -> bool:
         """Whether the step of `samples` samples to come is one that a rollback leaves out."""

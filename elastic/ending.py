@@ -44,6 +44,7 @@ _ENDS_AGENT: Final = (ExitCode.WRONG, ExitCode.ATTENTION, ExitCode.SUPERSEDED)
 
 def end_worker(error: BaseException, session: Session, run: "Run | None") -> int:
     """Tell and record why this worker ends; returns its exit code, or ends the agent with it."""
+    session.slot.enter("end")
     code = _tell(error, session, run)
     _kill_children()
     write_verdict(session.folder, session.place.local_rank, code)
@@ -97,7 +98,7 @@ def _tell_lost_peer(error: BaseException, session: Session, run: "Run | None") -
     fault = replace(fault, message=fault.message.strip().partition("\n")[0][:300])
     session.slot.end(fault)
     for cause in _causes(session.folder, session.slot.path):
-        if cause.kind != "killed":
+        if cause.kind not in {"killed", "hung"}:
             return ExitCode.RETRY  # it could tell its end itself
         line = f"{cause} on {cause.host} at step {cause.step}: this generation ends"
         if say_once(session.folder, line, key=f"{cause.rank}-{cause.time}") and run is not None:

@@ -17,6 +17,7 @@ from elastic.errors import ExitCode, StartError
 from elastic.faults import say_once
 from elastic.ranks import read_place
 from elastic.verdict import write_verdict
+from elastic.watching import stand, watch
 
 __all__ = ["end_early", "main", "set_up_logging"]
 
@@ -40,14 +41,23 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             return ExitCode.DONE
         place = read_place(environ)
         settings = read_settings(arguments, root=_ROOT)
+        # From here on it is seen where this worker is, while it imports too.
+        standing = stand(environ)
     except StartError as error:
         return end_early(error, environ)
     set_up_logging(primary=place.rank == 0)
     # A peer's death is told in one line of ours; torch's own C++ log would add its stack to it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    watch(
+        standing,
+        environ,
+        hang_after=settings.hang_after,
+        long_s=settings.hang_after_long,
+        timeout_s=settings.timeout,
+    )
     from elastic.worker import work
 
-    return work(settings, environ)
+    return work(settings, environ, standing)
 
 
 def set_up_logging(*, primary: bool) -> None:

@@ -181,6 +181,7 @@ class Evaluation:
             with torch.no_grad(), self._context:
                 moved = self._job.to_device(batch, self._world.device)
                 _add(totals[groups[number]], self._job.metrics(model, moved))
+            self._world.enter("evaluate")
         if pending is not None and pending.wait():
             return None
         return totals

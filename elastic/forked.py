@@ -16,6 +16,7 @@ from typing import Final, NoReturn
 
 from elastic.preloading import Imported
 from elastic.warming import LINK, Plan
+from elastic.watching import STUB
 
 __all__ = ["BROKEN", "Order", "become_worker"]
 
@@ -60,7 +61,7 @@ def _set_up(order: Order, plan: Plan, imported: Imported) -> None:
     os.chdir(order.cwd)
     sys.argv[:] = order.argv
     os.environ.clear()
-    own = ("ELASTIC_AGENT_PID", LINK)  # not for what the worker starts itself
+    own = ("ELASTIC_AGENT_PID", LINK, STUB)  # not for what the worker starts itself
     os.environ.update({name: text for name, text in order.environ.items() if name not in own})
     imported.set_up_worker(plan)
     os.setsid()

@@ -44,6 +44,7 @@ from elastic.progress import Progress
 from elastic.records import Records
 from elastic.saving import Saver
 from elastic.state import TrainState
+from elastic.stragglers import Paces
 
 __all__ = ["Generation"]
 
@@ -122,6 +123,8 @@ class Generation:
         self._finished = False
         self.at_first_step: Callable[[], None] | None = None
         """Called once, when this generation has done its first step."""
+        self.paces = Paces(self.world, self._session.slot)
+        self._stepped = False
         self.left = False
         """Whether somebody was told to leave, so that this generation ended by agreement."""
 
@@ -227,6 +230,7 @@ class Generation:
         if found.path is not None:
             self.keeper.count_try(found.path, began=True)
         self._session.signals.arm()
+        self._session.slot.beat(self.progress.step, "first step")
         self.records.ledger.start()
 
     def _refuse_ruins(self, found: finding.Found) -> None:
@@ -331,6 +335,14 @@ class Generation:
         """Write a fault of this generation down, once it is claimed. Any rank."""
         if self._records is not None:
             self._records.own_fault(fault, failed=failed)
+
+    def look_at_paces(self, paces: Sequence[float]) -> None:
+        """Say once who keeps the others waiting, and when that is over. Primary; elsewhere it does nothing."""
+        if not self.is_primary or not paces:
+            return
+        for found in self.paces.judge(paces):
+            self.records.event("straggler", step=self.progress.step, **found.to_json())
+            (self.warn if found.is_slow else logger.info)(str(found))
 
     def _end_records(self) -> None:
         """This generation writes nothing more."""

@@ -97,7 +97,9 @@ class Training:
             self._check_machines()
         self._buffers: ShardBuffers | None = None
         if train.logical_shards is not None:
-            self._buffers = ShardBuffers(model, run.world, train.logical_shards)
+            shards, ranks = train.logical_shards, run.world.world_size
+            run.paces.shards = lambda rank: owned(rank, ranks, shards)
+            self._buffers = ShardBuffers(model, run.world, shards)
         self._stepper = Stepper(
             job,
             self._reducer(phases),
@@ -135,9 +137,7 @@ class Training:
                 self._end_epoch(run.epoch)
             elif run.over and run.progress.stopped is None and self._evaluated_at != run.step:
                 self._evaluate()  # train.max_steps ends inside an epoch: its figures all the same
-        if run.is_primary:
-            with kept_random_state(run.device):
-                self.job.on_end(run)
+        self._hook(self.job.on_end)
 
     def _train_epoch(self, epoch: int) -> str | None:
         """Take the epoch's steps; returns what was not finite where the run is to go back."""
@@ -196,9 +196,10 @@ class Training:
             self._evaluate()
 
     def _hook(self, hook: Callable[[Any], None]) -> None:
-        if self.run.is_primary:
-            with kept_random_state(self.run.device):
-                hook(self.run)
+        run = self.run
+        if run.is_primary:
+            with run.in_phase("hook"), kept_random_state(run.device):
+                hook(run)
 
     # ---------------------------------------------------------------------------- evaluation
     def _evaluate(self) -> None:
@@ -209,7 +210,7 @@ class Training:
             run.progress.evaluation_due = False
             return
         shown = contextlib.nullcontext() if self._average is None else self._average.shown()
-        with run.records.spend("eval"), shown:
+        with run.in_phase("evaluation"), run.records.spend("eval"), shown:
             if self._buffers is None:
                 run.world.broadcast_tensors(list(self.model.buffers()))
             metrics = self._evaluation.run(self.model, leaving=run.told_to_leave)
@@ -233,9 +234,7 @@ class Training:
                 f"{options.monitor}"
             )
         run.evaluated(metrics)
-        if run.is_primary:
-            with kept_random_state(run.device):
-                self.job.on_eval(run, metrics)
+        self._hook(lambda run: self.job.on_eval(run, metrics))
 
     def _check_monitor(self, model: nn.Module) -> None:
         """Look before the first step whether the evaluation will have what `eval.monitor` names. Collective."""
@@ -306,7 +305,10 @@ class Training:
             compiled=compiled,
             find_unused=train.find_unused_parameters,
             phases=[phase.parameters for phase in phases],
-            flags=REQUEST_SLOTS + 1 + (self._buffers.slots if self._buffers else 0),
+            flags=REQUEST_SLOTS
+            + run.paces.slots
+            + 1
+            + (self._buffers.slots if self._buffers else 0),
             merges_buffers=self._buffers is not None,
         )
 

@@ -26,27 +26,35 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, Literal
+from typing import IO, TYPE_CHECKING, Final
 
 from elastic.agent import is_alive, process_start
+from elastic.beats import (
+    BEAT,
+    BEAT_AT,
+    END_AT,
+    HEAD,
+    MAGIC,
+    PHASE_AT,
+    PHASE_BYTES,
+    PLACE,
+    PLACE_AT,
+    PULSE,
+    PULSE_AT,
+    SIZE,
+    slots_in,
+)
+from elastic.fault import Fault, Kind
+from elastic.stacks import STACKS, allow_stacks, refuse_stacks
+
+if TYPE_CHECKING:
+    from elastic.bounds import Bounds
 
 __all__ = ["Fault", "Kind", "Slot", "open_slot", "present_faults", "previous_faults"]
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["killed", "exception", "collective", "preempted", "ended", "vanished"]
-
-_SIZE: Final = 4096
-_HEAD: Final = struct.Struct("<8sqqqqqqd16s")
-"""magic, pid, start, local rank, rank, generation, kills for lack of memory, time of the beginning, and a reserve."""
-_MAGIC: Final = b"elastic1"
-_BEAT: Final = struct.Struct("<qd")
-_BEAT_AT: Final = 256
-_PHASE_AT: Final = 320
-_PHASE_BYTES: Final = 32
-_END_AT: Final = 512
 _CRASHES: Final = {
     "Segmentation fault": "SIGSEGV",
     "Aborted": "SIGABRT",
@@ -59,74 +67,6 @@ _FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
 _ADDRESS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
-    """Why one worker ended, told by itself or read from what it left."""
-
-    rank: int
-    local_rank: int
-    host: str
-    step: int
-    """The last step that it had begun, 0 before the first."""
-    phase: str
-    kind: Kind
-    signal: str | None = None
-    """The signal's name, such as SIGKILL, where one ended it."""
-    type: str | None = None
-    """The exception's class."""
-    message: str = ""
-    where: str | None = None
-    """file:line, the innermost of the user's code if there is one."""
-    signature: str = ""
-    """Equal for the same exception at the same place, whatever the numbers in its message."""
-    time: float = 0.0
-    """When it ended, or when it was last heard of (seconds since 1970)."""
-
-    @property
-    def is_secondary(self) -> bool:
-        """Tell whether this is the echo of another worker's fault, or no fault at all."""
-        return self.kind in ("collective", "preempted", "ended")
-
-    def __str__(self) -> str:
-        """Tell it in half a line, as the cause of a generation."""
-        at = f"rank {self.rank}" + (
-            f", step {self.step}" if self.step and self.kind == "exception" else ""
-        )
-        if self.kind == "exception":
-            at += f", {self.where}" if self.where else ""
-            return f"worker raised {self.type}: {_first_line(self.message)} ({at})"
-        if self.kind == "killed":
-            why = f": {self.message}" if self.message else ""
-            return f"worker killed ({self.signal}, {at}){why}"
-        told = {
-            "collective": "lost a peer",
-            "preempted": "preempted",
-            "ended": "ended by its agent",
-        }
-        return f"worker {told.get(self.kind, 'vanished')} ({at})"
-
-    def to_json(self) -> dict[str, object]:
-        """Return the fault as JSON fields, for hellos, claims and the journal."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, found: object) -> "Fault":
-        """Read what to_json gave.
-
-        Raises:
-            ValueError: Raised when it is something else.
-        """
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(found, dict) or not set(found) <= names:
-            raise ValueError(
-                f"fault: found {found!r:.200}, expected an object with the keys {sorted(names)}"
-            )
-        try:
-            return cls(**found)
-        except TypeError as error:
-            raise ValueError(f"fault: found {found!r:.200} ({error})") from error
-
-
 class Slot:
     """One worker's mapped file. Made by `open_slot`; used by that worker alone, any thread."""
 
@@ -136,10 +76,17 @@ class Slot:
         self._start = start
         self._rank = local_rank
         self._step = 0
-        self._phase = "start"
+        self._phase = ""
+        self._beats = 0
+        self._wait_began = 0.0
+        self.waited_s = 0.0
+        """Seconds in which this worker waited for others."""
+        self.bounds: Bounds | None = None
+        """How long each phase may go without a beat; without, each may take as long as it likes."""
+        self._beaten = time.monotonic()
         with path.open("w+b") as file:
-            file.truncate(_SIZE)
-            self._map = mmap.mmap(file.fileno(), _SIZE)
+            file.truncate(SIZE)
+            self._map = mmap.mmap(file.fileno(), SIZE)
         self._write_head(None)
         self.beat(0, "start")
         self._crash_file: IO[str] = path.with_suffix(".crash").open("w", encoding="utf-8")
@@ -148,10 +95,12 @@ class Slot:
         # In C, so that it also works while an import keeps Python busy; then the default action ends us. A handler
         # that Python code sets later takes its place, and tells of the signal by `end`.
         faulthandler.register(signal.SIGTERM, self._term_file, all_threads=False, chain=True)
+        self._stack_file: IO[str] = path.with_suffix(STACKS).open("a", encoding="utf-8")
+        allow_stacks(self._stack_file)
 
     def _write_head(self, generation: int | None) -> None:
-        _HEAD.pack_into(
-            self._map, 0, _MAGIC, os.getpid(), self._start, self._local_rank, self._rank,
+        HEAD.pack_into(
+            self._map, 0, MAGIC, os.getpid(), self._start, self._local_rank, self._rank,
             -1 if generation is None else generation, _oom_kills(), time.time(), b"",
         )  # fmt: skip
 
@@ -160,15 +109,61 @@ class Slot:
         self._rank = rank
         self._write_head(generation)
 
+    def stand(self, *, stub: int, world_is_here: bool) -> None:
+        """Write what the node's watcher has to know of this worker besides."""
+        PLACE.pack_into(self._map, PLACE_AT, stub, int(world_is_here))
+
     def beat(self, step: int, phase: str) -> None:
-        """Write where the worker is. About a microsecond; safe at any moment."""
-        if phase != self._phase or step == 0:
+        """Write where the worker is. Some microseconds; safe at any moment."""
+        now = time.monotonic()
+        if self.bounds is not None:
+            self.bounds.took(self._phase, now - self._beaten)
+        self._beaten = now
+        if phase != self._phase:
             self._phase = phase
-            self._map[_PHASE_AT : _PHASE_AT + _PHASE_BYTES] = phase.encode()[:_PHASE_BYTES].ljust(
-                _PHASE_BYTES, b"\0"
+            self._map[PHASE_AT : PHASE_AT + PHASE_BYTES] = phase.encode()[:PHASE_BYTES].ljust(
+                PHASE_BYTES, b"\0"
             )
         self._step = step
-        _BEAT.pack_into(self._map, _BEAT_AT, step, time.time())
+        BEAT.pack_into(self._map, BEAT_AT, step, time.time())
+        self.resume()
+        self._pulse(0.0)
+
+    @property
+    def phase(self) -> str:
+        """What the worker does."""
+        return self._phase
+
+    def enter(self, phase: str) -> None:
+        """Write what the worker does now; a sign of life where it is the same as before."""
+        self.beat(self._step, phase)
+
+    def wait(self, limit_s: float) -> None:
+        """From here on this worker waits for others, who will be waited for so long at most. Any thread."""
+        if not self._wait_began:
+            self._wait_began = time.monotonic()
+            self._pulse(limit_s)
+
+    def resume(self) -> None:
+        """The others have come. Safe where it did not wait."""
+        if self._wait_began:
+            self.waited_s += time.monotonic() - self._wait_began
+            self._wait_began = 0.0
+            self._pulse(0.0)
+
+    @contextlib.contextmanager
+    def waiting(self, limit_s: float) -> Iterator[None]:
+        """Around a wait for others, of whom one that is gone or late is no fault of this worker."""
+        self.wait(limit_s)
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def _pulse(self, wait_s: float) -> None:
+        self._beats += 1
+        bound_s = 0.0 if self.bounds is None else self.bounds[self._phase]
+        PULSE.pack_into(self._map, PULSE_AT, self._beats, bound_s, wait_s, 0)
 
     def fault(self, error: BaseException, kind: Kind = "exception") -> Fault:
         """Describe an exception as this worker's fault, at the place where the worker is."""
@@ -186,23 +181,24 @@ class Slot:
 
     def end(self, fault: Fault | None) -> None:
         """Write why the worker ends; None is an orderly end. The first one told stays."""
-        if self._map[_END_AT] != 0:
+        if self._map[END_AT] != 0:
             return
-        room = _SIZE - _END_AT - 8
+        room = SIZE - END_AT - 8
         text = json.dumps({} if fault is None else fault.to_json()).encode()
         if fault is not None and len(text) > room:
             short = dataclasses.replace(fault, message=fault.message[:200], where=None)
             text = json.dumps(short.to_json()).encode()[:room]
-        self._map[_END_AT + 8 : _END_AT + 8 + len(text)] = text
+        self._map[END_AT + 8 : END_AT + 8 + len(text)] = text
         # The length last: a reader never sees half a record.
-        struct.pack_into("<Q", self._map, _END_AT, len(text))
+        struct.pack_into("<Q", self._map, END_AT, len(text))
 
     def close(self) -> None:
         """Give the fault handler's files back. The slot stays for those who come after."""
         faulthandler.unregister(signal.SIGTERM)
         faulthandler.disable()
-        self._crash_file.close()
-        self._term_file.close()
+        refuse_stacks()
+        for file in (self._crash_file, self._term_file, self._stack_file):
+            file.close()
         self._map.close()
 
 
@@ -225,13 +221,9 @@ def present_faults(folder: Path, *, but: Path) -> list[Fault]:
 
 
 def _dead(folder: Path) -> Iterator[Path]:
-    for slot in sorted(folder.glob("slot-*-*-*")):
+    for slot in map(Path, slots_in(str(folder))):
         parts = slot.name.split("-")
-        if (
-            not slot.suffix
-            and all(part.isdigit() for part in parts[1:])
-            and not is_alive(int(parts[2]), int(parts[3]))
-        ):
+        if not is_alive(int(parts[2]), int(parts[3])):
             yield slot
 
 
@@ -245,7 +237,7 @@ def _take_dead(folder: Path) -> Iterator[tuple[Path, Path]]:
             continue  # another worker of this node was faster
         yield taken, slot
         taken.unlink(missing_ok=True)
-        for suffix in (".crash", ".term"):
+        for suffix in (".crash", ".term", STACKS):
             slot.with_suffix(suffix).unlink(missing_ok=True)
 
 
@@ -253,18 +245,18 @@ def _read(taken: Path, slot: Path) -> list[Fault]:
     """Read the fault of a dead worker's slot; none where it ended in order or the file makes no sense."""
     try:
         data = taken.read_bytes()
-        magic, _, _, local_rank, rank, _, kills, begun, _ = _HEAD.unpack_from(data)
-        step, heard = _BEAT.unpack_from(data, _BEAT_AT)
-        (length,) = struct.unpack_from("<Q", data, _END_AT)
-        if magic != _MAGIC:
+        magic, _, _, local_rank, rank, _, kills, begun, _ = HEAD.unpack_from(data)
+        step, heard = BEAT.unpack_from(data, BEAT_AT)
+        (length,) = struct.unpack_from("<Q", data, END_AT)
+        if magic != MAGIC:
             return []
         if length:
-            record = json.loads(data[_END_AT + 8 : _END_AT + 8 + length])
+            record = json.loads(data[END_AT + 8 : END_AT + 8 + length])
             return [Fault.from_json(record)] if record else []
     except (OSError, ValueError, struct.error) as error:
         logger.warning("what a worker before this one left in %s cannot be read: %s", slot, error)
         return []
-    phase = data[_PHASE_AT : _PHASE_AT + _PHASE_BYTES].rstrip(b"\0").decode(errors="replace")
+    phase = data[PHASE_AT : PHASE_AT + PHASE_BYTES].rstrip(b"\0").decode(errors="replace")
     vanished = Fault(
         rank=rank, local_rank=local_rank, host=socket.gethostname(), step=step, phase=phase, kind="killed",
         signal="SIGKILL", time=max(heard, begun),
@@ -331,7 +323,3 @@ def _where(error: BaseException) -> str | None:
     for frame in reversed(theirs or frames):
         return f"{frame.filename}:{frame.lineno}"
     return None
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0][:200]

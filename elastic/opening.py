@@ -19,14 +19,15 @@ from checkpoints.errors import CheckpointError, StoreError
 from checkpoints.layout import AgentId, meeting_name
 from checkpoints.options import CheckpointOptions
 from checkpoints.store import Store, open_store
-from elastic.agent import current_agent, die_with_agent, has_agent, node_folder
+from elastic.agent import has_agent
 from elastic.errors import AttentionError, ExitCode, StartError
 from elastic.faults import Signals
 from elastic.meeting import Meeting, meet
-from elastic.monitor import Fault, Slot, open_slot, previous_faults
+from elastic.monitor import Fault, Slot, previous_faults
 from elastic.notices import MARK
-from elastic.ranks import Place, read_place
+from elastic.ranks import Place
 from elastic.verdict import clear_verdict, write_verdict
+from elastic.watching import Standing, stand
 from elastic.world import World, start_world
 
 __all__ = [
@@ -76,28 +77,35 @@ class Session:
     signals: Signals
     began: float
     """Unix time at which this process came up."""
+    left: list[Fault] = field(default_factory=list)
+    """Why workers of this node ended before; the first worker of a node has found it."""
     former: list[Fault] = field(default_factory=list)
     """Why workers of the generation before this one ended, as far as known by now."""
 
 
-def open_session(environ: Mapping[str, str], signals: Sequence[str]) -> Session:
-    """Find this worker's place, tie it to its agent, and turn signals into flags. Main thread, early.
+def open_session(
+    environ: Mapping[str, str], signals: Sequence[str], standing: Standing | None = None
+) -> Session:
+    """Take this worker's place, found here where it was not before, and turn signals into flags. Main thread, early.
 
     Raises:
         StartError: The rank variables do not make sense.
     """
-    place = read_place(environ)
-    agent = current_agent(place, environ)
-    die_with_agent(place)
-    folder = node_folder(agent)
-    slot = open_slot(folder, place.local_rank)
-    slot.begin(place.rank, None)
-    clear_verdict(folder, place.local_rank)
-    leaving = functools.partial(_note_early_end, slot, folder, place.local_rank)
-    caught = Signals(signals, end_now=leaving, mark=folder / MARK)
+    here = standing or stand(environ)
+    clear_verdict(here.folder, here.place.local_rank)
+    leaving = functools.partial(_note_early_end, here.slot, here.folder, here.place.local_rank)
+    caught = Signals(signals, end_now=leaving, mark=here.folder / MARK)
     caught.install()
+    former = previous_faults(here.folder) if here.place.local_rank == 0 else []
     return Session(
-        place=place, agent=agent, folder=folder, slot=slot, signals=caught, began=time.time()
+        place=here.place,
+        agent=here.agent,
+        folder=here.folder,
+        slot=here.slot,
+        signals=caught,
+        began=time.time(),
+        left=former,
+        former=list(former),
     )
 
 
@@ -148,9 +156,6 @@ def open_run_store(session: Session, options: CheckpointOptions) -> Store:
 
 def hello_of(session: Session, setup: Setup, code: str) -> dict[str, Any]:
     """What this rank tells the others when they meet."""
-    leads = session.place.local_rank == 0
-    faults = previous_faults(session.folder) if leads else []
-    session.former[:] = faults
     return {
         "agent": asdict(session.agent),
         "has_agent": has_agent(session.place),
@@ -159,7 +164,7 @@ def hello_of(session: Session, setup: Setup, code: str) -> dict[str, Any]:
         "began": session.began,
         "code": code,
         "config": dict(setup.config),
-        "faults": [fault.to_json() for fault in faults],
+        "faults": [fault.to_json() for fault in session.left],
     }
 
 
@@ -192,9 +197,14 @@ def open_world(
     """
     place = session.place
     session.slot.beat(0, "meeting")
-    meeting = meet(
-        place, dict(hello), channel=store, init_method=setup.init_method, timeout_s=setup.timeout_s
-    )
+    with session.slot.waiting(setup.timeout_s):
+        meeting = meet(
+            place,
+            dict(hello),
+            channel=store,
+            init_method=setup.init_method,
+            timeout_s=setup.timeout_s,
+        )
     hellos = list(meeting.hellos)
     session.former[:] = faults_of(hellos)
     _check_alike(hellos)
@@ -207,6 +217,7 @@ def open_world(
         backend=setup.backend,
         init_method=setup.init_method,
         timeout_s=setup.timeout_s,
+        slot=session.slot,
     )
     hosts = {json.dumps(hello["agent"], sort_keys=True) for hello in hellos if hello["has_agent"]}
     if store.is_local and (len(hosts) > 1 or len({hello["host"] for hello in hellos}) > 1):

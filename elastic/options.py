@@ -7,12 +7,20 @@ shows. Imports no torch: a wrong setting is told before anything heavy is loaded
 
 import math
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from checkpoints.errors import OptionError
-from checkpoints.options import CheckpointOptions, Duration, Interval, parse_duration
+from checkpoints.options import (
+    CheckpointOptions,
+    Duration,
+    Interval,
+    Limit,
+    parse_duration,
+    parse_limit,
+)
+from elastic.bounds import LONG_S
 from elastic.errors import ConfigError
 from elastic.limit import check_limit
 from elastic.notices import KINDS
@@ -29,6 +37,11 @@ __all__ = [
 _EACH_EPOCH = Interval("epochs", 1)
 _HIDDEN = {"hidden": True}
 _LARGEST_SEED = 2**63 - 1
+_DURATIONS: Mapping[str, Callable[[object], float | None]] = {
+    "timeout": parse_duration,
+    "hang_after": parse_limit,
+    "hang_after_long": parse_duration,
+}
 _UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
 # Hard faults must end the worker, and these are the interpreter's own tools: a handler that only notes them would loop for ever.
 _FAULTS = frozenset({"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGCHLD"})
@@ -46,11 +59,6 @@ def _at_least(key: str, found: float | None, least: int) -> None:
 def _positive(key: str, found: float | None) -> None:
     holds = found is None or (math.isfinite(found) and found > 0)
     _require(key, found, "a finite number above 0", holds=holds)
-
-
-def _not_yet(key: str, found: object, *, asked: bool, instead: str = "leave it out") -> None:
-    if asked:
-        raise ConfigError(f"{key}: not yet served by this version (found {found}); {instead}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,28 +225,30 @@ class Settings:
     """Where ranks meet: `env://`, `tcp://host:port` or `file:///path`; by default what the launcher says."""
     timeout: Duration = 600.0
     """Longest wait for the other ranks, at the start and in a step."""
-    hang_after: Duration | None = None
-    """End a worker whose step takes longer than this."""
+    hang_after: Limit | None = None
+    """End a worker whose step or evaluation batch gives no sign of life for this long; null: ten times the longest so far, 5 min at least; off: never."""
+    hang_after_long: Duration = LONG_S
+    """The same for what is rare and may be long: the start, restore, the first step, a save, a hook."""
     signals: tuple[str, ...] = ("SIGTERM",)
     """Signals that mean: save the state and leave."""
     notices: tuple[str, ...] = ()
     """Who is asked whether this node is to leave: `aws`, `aws-rebalance`, `gcp` (the metadata services), `slurm` (the job's end)."""
 
     def __post_init__(self) -> None:
-        """Check the ranges, then what this version does not serve."""
+        """Check the ranges."""
         _require(
             "job", repr(self.job), "file.py:Class or package.module:Class", holds=":" in self.job
         )
         method = self.init_method
         known = method is None or method.startswith(("env://", "tcp://", "file://"))
         _require("init_method", method, "env://, tcp://host:port or file:///path", holds=known)
-        try:
-            object.__setattr__(self, "timeout", parse_duration(self.timeout))
-        except OptionError as error:
-            raise ConfigError(f"timeout: {error}") from error
+        for key, parse in _DURATIONS.items():
+            try:
+                object.__setattr__(self, key, parse(getattr(self, key)))
+            except OptionError as error:
+                raise ConfigError(f"{key}: {error}") from error
         for name in self.signals:
             catchable = name in signal.Signals.__members__ and name not in _UNCATCHABLE | _FAULTS
             _require("signals", name, "names like SIGTERM or SIGUSR1", holds=catchable)
         for name in self.notices:
             _require("notices", name, f"one of {', '.join(KINDS)}", holds=name in KINDS)
-        _not_yet("hang_after", self.hang_after, asked=self.hang_after is not None)

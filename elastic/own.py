@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from checkpoints.errors import OptionError
-from checkpoints.options import CheckpointOptions, Interval
+from checkpoints.options import CheckpointOptions, Interval, parse_duration, parse_limit
 from elastic.agreement import Agreed
+from elastic.bounds import LONG_S
 from elastic.core import Run
 from elastic.draws import draws_of
 from elastic.ending import end_worker
@@ -32,8 +33,10 @@ from elastic.identity import compare_ranks, fingerprint_dataset
 from elastic.limit import check_limit
 from elastic.loader import Loader, StepBatch, count_samples
 from elastic.opening import Session, Setup, code_hash, open_session
+from elastic.relapse import give_up_relapse
 from elastic.sampler import Plan
 from elastic.seeding import mix, seed_all
+from elastic.watching import stand, watch
 from elastic.weights import model_fingerprint, unwrap
 from jobs.sampling import Sampling
 
@@ -51,6 +54,8 @@ def start(  # noqa: PLR0913 - each is a setting
     audit: bool = False,
     stop_before: str | None = None,
     notices: tuple[str, ...] = (),
+    hang_after: object = None,
+    hang_after_long: object = LONG_S,
     **checkpoint: Any,
 ) -> "OwnRun":
     """Meet the other ranks, start the process group, and return the run. Collective; main thread.
@@ -67,6 +72,8 @@ def start(  # noqa: PLR0913 - each is a setting
         audit: Write the indices of each step and rank to audit/.
         stop_before: As `train.stop_before`.
         notices: As `notices`.
+        hang_after: When a worker counts as hung: a duration, "off", or None for what its steps take.
+        hang_after_long: The same for what is rare: the start, the first step, a save, code between two steps.
         checkpoint: Other keys of the `checkpoint` section: keep, keep_every, storage_options, …
     """
     place_rank = int(os.environ.get("RANK", "0") or 0)
@@ -85,13 +92,17 @@ def start(  # noqa: PLR0913 - each is a setting
         sys.__excepthook__(_kind, error, trace)
 
     sys.excepthook = end
-    session = open_session(os.environ, signals)
+    standing = stand(os.environ)
+    session = open_session(os.environ, signals, standing)
     try:
         if stop_before is not None:
             check_limit(stop_before)
         options = CheckpointOptions(url=url, every=Interval.parse(every), **checkpoint)
+        bound_s, long_s = parse_limit(hang_after), parse_duration(hang_after_long)
     except (OptionError, TypeError) as error:
         raise StartError(f"elastic.start: {error}") from error
+    watch(standing, os.environ, hang_after=bound_s, long_s=long_s, timeout_s=timeout_s)
+    give_up_relapse(session, options)
     setup = Setup(
         checkpoint=options,
         backend=backend,
@@ -217,6 +228,7 @@ class OwnRun(Run):
         part = self._part
         if part is None:
             raise ElasticError("run.step: found no batch taken from run.loader, expected one")
+        self.world.has_gradients()
         self._part = None
         own = sum(micro.samples for micro in part.micro_batches)
         share = 0.0 if loss is None or not own else _number(loss) * own
@@ -225,6 +237,11 @@ class OwnRun(Run):
         mean = summed[0] / part.size if loss is not None else float("nan")
         self.count(part.size, loss=mean, values=values)
         self.settle(agreed)
+        self.enter_own_code()
+
+    def enter_own_code(self) -> None:
+        """Until the next batch is asked for the script does what it likes, an evaluation for instance."""
+        self._session.slot.enter("own code")
 
     @property
     def steps(self) -> int:
@@ -258,6 +275,7 @@ class OwnRun(Run):
         self.records.audit(self.progress, indices)
         seed_all(mix(self.seed, self.progress.step + 1, self.world.rank, 0), self.device)
         self._part = part
+        self._session.slot.beat(self.progress.step + 1, "step" if self._stepped else "first step")
 
 
 class OwnLoader:
@@ -279,12 +297,18 @@ class OwnLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches; each must be followed by one `run.step`."""
         run = self._run
+        yield from self._batches()
+        run.enter_own_code()
+
+    def _batches(self) -> Iterator[Any]:
+        run = self._run
         for part in self._loader.parts(run.progress.epoch, run.progress.position):
             if run.over:
                 return
             before = run.progress.step
             run.take(part)
             yield part.micro_batches[0].data
+            run.begin_step()
             if run.progress.step != before + 1:
                 raise ElasticError(
                     f"run.step: found {run.progress.step - before} calls for a batch, expected one"
@@ -293,13 +317,19 @@ class OwnLoader:
 
 def _sum_weighed(run: OwnRun, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch's stubs lack the name
     """Weigh this rank's gradient by its share of the step's samples, and sum."""
+    if bucket.is_last():
+        run.world.wait_for_gradients()
     buffer = bucket.buffer().mul_(run.share)
     work = dist.all_reduce(buffer, async_op=True)
-    return cast("torch.futures.Future[Tensor]", work.get_future().then(_first))
+    # A device says only in `run.step` that they have come.
+    ends_wait = bucket.is_last() and buffer.device.type == "cpu"
 
+    def take(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        if ends_wait:
+            run.world.has_gradients()
+        return future.value()[0]
 
-def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return future.value()[0]
+    return cast("torch.futures.Future[Tensor]", work.get_future().then(take))
 
 
 def _number(value: Tensor | float) -> float:

@@ -136,7 +136,7 @@ class PlainReducer:
         """
         self.model: nn.Module = plain if compiled is None else compiled
         self._slots = _FLAGS + flags
-        self._device = world.device
+        self._world, self._device = world, world.device
         self._turn = Turn(shard=0)
         self._loss: Tensor | float = 0.0
         self._count: Tensor | float = 0.0
@@ -164,7 +164,7 @@ class PlainReducer:
                     forward_sync_buffers=not merges_buffers and forward_reads_buffers(plain),
                     gradient_as_bucket_view=True,
                 )
-            ddp.register_comm_hook(None, _sum_bucket)
+            ddp.register_comm_hook(world, _sum_bucket)
             self._ddps.append(ddp)
 
     def begin(self, phase: int, flags: Sequence[float]) -> None:
@@ -228,6 +228,7 @@ class PlainReducer:
         summed, control = self._summed, self._controls[self._phase]
         if control.grad is not None:
             summed = cast("list[float]", control.grad.tolist())
+        self._world.has_gradients()
         if summed is None:
             raise ValueError("no numbers yet: found none, expected a backward of the last turn")
         return Totals(
@@ -250,7 +251,9 @@ class _LossWithControl(nn.Module):
         return call(self.body), self.control.view_as(self.control)
 
 
-def _sum_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # noqa: ARG001  # DDP's signature, and torch's stubs lack the name
+def _sum_bucket(world: World, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch's stubs lack the name
+    if bucket.is_last():
+        world.wait_for_gradients()
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return cast("torch.futures.Future[Tensor]", work.get_future().then(_first))
 

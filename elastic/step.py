@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from elastic.agreement import REQUEST_SLOTS, Agreed, Request
+from elastic.agreement import Agreed, Request
 from elastic.errors import AttentionError
 from elastic.loader import MicroBatch, StepBatch
 from elastic.options import TrainOptions
@@ -122,7 +122,7 @@ class Stepper:
             lr=self._rate(-1),
             skipped=all(outcome.skipped for outcome in outcomes),
             refused=next((o.refused for o in outcomes if o.refused is not None), None),
-            agreed=Agreed.read(last.flags[:REQUEST_SLOTS]),
+            agreed=Agreed.read(last.flags[: len(flags)]),
             named=self._named(outcomes),
         )
 

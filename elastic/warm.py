@@ -26,6 +26,7 @@ from elastic.preloading import Imported, preload
 from elastic.relay import ACCEPTED, ENDED, GO, REFUSED, RELAYED, SOCKET, peer_of, unpack
 from elastic.sources import changed_file
 from elastic.warming import LINK, LOCK, LOG, STEPPED, UNFIT, Plan, is_of_a_start
+from elastic.watching import STUB
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
@@ -362,7 +363,11 @@ class Server:
                 if worker.link >= 0:
                     order.own.append(worker.link)
                 order.own.append(worker.stub.detach())
-            order.environ |= {"ELASTIC_AGENT_PID": str(self._plan.agent.pid), LINK: str(link)}
+            order.environ |= {
+                "ELASTIC_AGENT_PID": str(self._plan.agent.pid),
+                LINK: str(link),
+                STUB: str(order.stub_pid),
+            }
             order.streams = [
                 os.dup(number) for number in order.streams
             ]  # theirs are closed on the way

@@ -20,6 +20,7 @@ from elastic.hook import LAUNCHERS, node_range
 from elastic.ranks import Place
 from elastic.relay import is_off
 from elastic.sources import files_of
+from elastic.spawning import close_inherited
 
 __all__ = ["LINK", "STEPPED", "Plan", "first_step", "is_own_to_start", "spawn"]
 
@@ -194,7 +195,7 @@ def spawn(plan: Plan, flags: list[str]) -> int:
             command,
             environ,
             file_actions=[
-                *_close_inherited(told),
+                *close_inherited(told),
                 (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_OPEN, 1, log, opened, 0o600),
                 (os.POSIX_SPAWN_DUP2, 1, 2),
@@ -203,17 +204,3 @@ def spawn(plan: Plan, flags: list[str]) -> int:
         )
     finally:
         os.close(told)
-
-
-def _close_inherited(kept: int) -> list[tuple[int, int]]:
-    """What closes the descriptors that a child would inherit: a peer would take it for a worker by its sockets."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names alone
-        number = int(name)
-        try:
-            inherited = os.get_inheritable(number)
-        except OSError:
-            continue  # the listing's own
-        if number > 2 and number != kept and inherited:
-            found.append((os.POSIX_SPAWN_CLOSE, number))
-    return found

@@ -19,9 +19,11 @@ from elastic.launching import LAUNCHED
 from elastic.loop import Training
 from elastic.opening import Setup, code_hash, open_session
 from elastic.options import Settings
+from elastic.relapse import give_up_relapse
 from elastic.uncompiled import postpone_compiler
 from elastic.verdict import write_verdict
 from elastic.warming import first_step, is_own_to_start
+from elastic.watching import Standing
 from jobs.errors import JobError
 from jobs.job import Job
 from jobs.loading import load_job
@@ -31,12 +33,13 @@ __all__ = ["work"]
 logger = logging.getLogger(__name__)
 
 
-def work(settings: Settings, environ: Mapping[str, str]) -> int:
+def work(settings: Settings, environ: Mapping[str, str], standing: Standing) -> int:
     """Train; returns the exit code of section 10, or ends the agent with it."""
     postpone_compiler()
-    session = open_session(environ, settings.signals)
+    session = open_session(environ, settings.signals, standing)
     run: Run | None = None
     try:
+        give_up_relapse(session, settings.checkpoint)
         job = _load(settings)
         setup = setup_of(settings)
         run = Run(session, setup, code=code_hash(_sources(job)), prepare=job.prepare)

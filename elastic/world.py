@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from elastic.bounded import run_bounded
 from elastic.errors import CollectiveError, MeetingError, StartError
+from elastic.monitor import Slot
 from elastic.ranks import Place
 
 __all__ = ["Pending", "World", "choose_backend", "start_world"]
@@ -54,6 +55,7 @@ class Pending:
 
     _work: dist.Work | None
     _bits: Tensor
+    _slot: Slot | None = None
 
     def wait(self) -> int:
         """Return the union of all ranks' bits.
@@ -62,7 +64,7 @@ class Pending:
             CollectiveError: Raised when a peer is gone.
         """
         if self._work is not None:
-            with _peers("flags"):
+            with _peers("flags", self._slot):
                 self._work.wait()
             self._work = None
         return sum(1 << bit for bit, is_set in enumerate(self._bits.tolist()) if is_set)
@@ -87,6 +89,10 @@ class World:
     backend: str
     _control: dist.ProcessGroup
     _kv: Store | None
+    slot: Slot | None = None
+    """Where this worker says what it does, and that it waits for others."""
+    timeout_s: float = 600.0
+    """How long a collective of DDP's group waits."""
     _file: Path | None = None
     _pending: list[Pending] = field(default_factory=list)
 
@@ -107,7 +113,7 @@ class World:
 
     def _gather_bytes(self, mine: Tensor, size: int) -> list[Tensor]:
         found = [torch.empty(size, dtype=torch.uint8) for _ in range(self.world_size)]
-        with _peers("gather"):
+        with _peers("gather", self.slot):
             dist.all_gather(found, mine, group=self._control)
         return found
 
@@ -115,7 +121,7 @@ class World:
         """Give one rank's item, JSON, to all; what the others pass is not looked at. Collective."""
         data = _encode(item) if self.rank == src else b""
         slot = _slot(data, _SLOT_BYTES)
-        with _peers("broadcast"):
+        with _peers("broadcast", self.slot):
             dist.broadcast(slot, src, group=self._control)
             size = _size(slot)
             if size > _SLOT_BYTES - _HEADER_BYTES:
@@ -130,7 +136,7 @@ class World:
         for chunk in _chunks(tensors):
             group = self._control if chunk[0].device.type == "cpu" else dist.group.WORLD
             flat = torch.cat([_bytes(tensor) for tensor in chunk])
-            with _peers("broadcast"):
+            with _peers("broadcast", self.slot):
                 dist.broadcast(flat, src, group=group)
             if self.rank == src:
                 continue
@@ -146,7 +152,7 @@ class World:
         """Add up each rank's values, in float64. Collective."""
         summed = torch.tensor(list(values), dtype=torch.float64)
         if self.world_size > 1 and summed.numel():
-            with _peers("sum"):
+            with _peers("sum", self.slot):
                 dist.all_reduce(summed, group=self._control)
         return [float(value) for value in summed.tolist()]
 
@@ -155,15 +161,30 @@ class World:
         if not 0 <= bits < 1 << _FLAG_BITS:
             raise ValueError(f"flags: found {bits:#x}, expected {_FLAG_BITS} bits")
         flags = torch.tensor([bits >> bit & 1 for bit in range(_FLAG_BITS)], dtype=torch.uint8)
-        with _peers("flags"):
+        with _peers("flags", self.slot):
             work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
-        pending = Pending(_work=work, _bits=flags)
+        pending = Pending(_work=work, _bits=flags, _slot=self.slot)
         self._pending = [one for one in self._pending if not one.is_done()] + [pending]
         return pending
 
+    def wait_for_gradients(self) -> None:
+        """Say that all of this rank's gradients are there: from here on it only waits. Any thread; no collective."""
+        if self.slot is not None:
+            self.slot.wait(self.timeout_s)
+
+    def has_gradients(self) -> None:
+        """Say that the others' gradients have come."""
+        if self.slot is not None:
+            self.slot.resume()
+
+    def enter(self, phase: str) -> None:
+        """Say what this rank does now; also where it is the same as before, as a sign of life."""
+        if self.slot is not None:
+            self.slot.enter(phase)
+
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
-        with _peers("barrier"):
+        with _peers("barrier", self.slot):
             dist.all_reduce(torch.zeros(1), group=self._control)
 
     def close(self, *, orderly: bool = True) -> None:
@@ -231,6 +252,7 @@ def start_world(
     init_method: str | None,
     timeout_s: float,
     control_timeout_s: float = CONTROL_TIMEOUT_S,
+    slot: Slot | None = None,
 ) -> World:
     """Start the process groups of a world that has met. Collective, main thread.
 
@@ -291,6 +313,8 @@ def start_world(
         _control=control,
         _kv=meeting.kv,
         _file=path,
+        slot=slot,
+        timeout_s=timeout_s,
     )
 
 
@@ -316,12 +340,17 @@ def _destroy() -> None:
 
 # ------------------------------------------------------------------------------------------- bytes and errors
 @contextlib.contextmanager
-def _peers(what: str) -> Iterator[None]:
-    """Tell the failure of a collective as what it is: a peer is gone."""
+def _peers(what: str, slot: Slot | None) -> Iterator[None]:
+    """Tell that this rank waits for others, and the failure of a collective as what it is: a peer is gone."""
+    if slot is not None:
+        slot.wait(CONTROL_TIMEOUT_S)
     try:
         yield
     except RuntimeError as error:
         raise CollectiveError(f"{what}: a peer is gone: {_first_line(error)}") from error
+    finally:
+        if slot is not None:
+            slot.resume()
 
 
 def _encode(item: Any) -> bytes:

@@ -104,6 +104,9 @@ class JobRun(Protocol):
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Ask for an early, orderly end of the run."""
 
+    def alive(self) -> None:
+        """Say that what takes long here goes on well, so that it is not taken for hung."""
+
 
 class Job(abc.ABC):
     """What is trained; subclass it and write `dataset`, `model`, `optimizer` and `loss`.

@@ -141,7 +141,7 @@ def test_c49_numbers_and_texts_are_what_they_look_like() -> None:
         ("args: {lr: 1e-4, country: no}", "eval: {patience: 3}", "eval.patience: found 3 without eval.monitor, expected a metric named there too (digits.yaml:2)"),
         ("args: {lr: 1e-4, country: no}", "signals: {a: b}", "signals: found a mapping, expected a list of text (digits.yaml:2)"),
         ("args: {lr: 1e-4, country: no}", "timeout: -1", "timeout: found -1.0, expected a duration such as 30 s, 10 min or 2 h (digits.yaml:2)"),
-        ("args: {lr: 1e-4, country: no}", "hang_after: 3 min", "hang_after: not yet served by this version (found 180.0); leave it out (digits.yaml:2)"),
+        ("args: {lr: 1e-4, country: no}", "hang_after: 3 steps", "hang_after: found '3 steps', expected a duration such as 30 s, 10 min or 2 h, or off (digits.yaml:2)"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_one_line_with_key_file_and_line(old: str, new: str, text: str) -> None:

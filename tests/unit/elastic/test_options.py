@@ -100,7 +100,11 @@ def test_an_interval_may_be_given_as_text_by_hand() -> None:
         ({"signals": ("SIGKILL",)}, "signals: found SIGKILL, expected names like"),
         ({"signals": ("SIGSEGV",)}, "signals: found SIGSEGV, expected names like"),
         ({"signals": ("TERM",)}, "signals: found TERM, expected names like"),
-        ({"hang_after": 60.0}, "hang_after: not yet served by this version (found 60.0)"),
+        (
+            {"hang_after": -1},
+            "hang_after: found -1, expected a duration such as 30 s, 10 min or 2 h, or off",
+        ),
+        ({"hang_after_long": "off"}, "hang_after_long: found 'off', expected a duration"),
     ],
 )
 def test_an_impossible_setting_is_one_line(changed: dict[str, object], text: str) -> None:
@@ -119,3 +123,12 @@ def test_the_defaults_are_valid() -> None:
 def test_options_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings().job = "c.py:D"  # type: ignore[misc] # (that is what is tested)
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"), [(None, None), ("off", 0.0), (False, 0.0), ("3 min", 180.0), (2, 2.0)]
+)
+def test_hang_after_is_a_duration_or_off_or_left_to_what_is_measured(
+    written: object, seconds: float | None
+) -> None:
+    assert settings(hang_after=written).hang_after == seconds

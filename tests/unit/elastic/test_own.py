@@ -79,7 +79,7 @@ def test_script_that_raises_tells_it_and_goes_on_at_the_position(tmp_path: Path)
     assert ended.code == 1
     assert ended.err.count("Traceback") == 1
     assert re.search(
-        r"\nworker raised ValueError: the script's own fault \(rank 0, step 4, .*test_own\.py:\d+\) on \S+\n$",
+        r"\nworker raised ValueError: the script's own fault \(rank 0, step 5, .*test_own\.py:\d+\) on \S+\n$",
         ended.err,
     ), ended.err
     assert run_alone(train, str(tmp_path), 2).code == 0
@@ -177,7 +177,7 @@ def test_rank_variables_that_make_no_sense_are_one_line_and_code_2(tmp_path: Pat
 def weigh(world: World) -> list[list[float]]:
     """W after steps of 5, 2 and 1 samples, cut unevenly, with the hook alone."""
     model = DistributedDataParallel(Scalar())
-    run: Any = SimpleNamespace(share=0.0)
+    run: Any = SimpleNamespace(share=0.0, world=world)
     model.register_comm_hook(run, _sum_weighed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weights = []

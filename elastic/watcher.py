@@ -1,0 +1,184 @@
+"""The small process that sees a worker hang: it reads the heartbeats of its node, and ends what does not come back.
+
+Started by the first worker of a node (`elastic.watching`), with that worker's stderr; no torch, no threads, some
+10 MB. Guarantees: it needs nothing of a worker but its slot, so that a stopped one, one that holds Python's lock in C
+or one in a dead collective is seen; the stacks of all ranks of the node are told first, then the one that hangs is
+ended and the rest of its generation after it; a debugged worker is left alone; it ends with its agent at once, and
+else with the workers that it has watched.
+"""
+
+import os
+import select
+import signal
+import time
+
+from elastic.beats import Pulse, read_pulse, slots_in
+from elastic.hanging import Seen, find_hung, is_overdue
+from elastic.stacks import STACKS, ask_stacks, family_of, frames_of, in_collective, state_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
+__all__ = ["main"]
+
+_LEAST_LOOK_S = 0.1
+_MOST_LOOK_S = 1.0
+_LOOKS = 10.0
+"""So many looks in the shortest bound."""
+_LEAVE_S = 5.0
+"""How long the others of a generation have to end by themselves once one of them was ended for a hang."""
+_SHOWN_BYTES = 20_000
+"""Of one rank's stacks."""
+
+
+def main(argv: "list[str]") -> "NoReturn":
+    """Watch; the arguments are folder, pid and start of the agent, pid and start of the worker that started this."""
+    folder, agent, agent_start, starter, starter_start = argv
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: torchrun ends us by ending itself
+    try:
+        watched = os.pidfd_open(int(agent))
+    except ProcessLookupError:
+        os._exit(0)
+    if start_of(int(agent)) != int(agent_start):
+        os._exit(0)
+    Watcher(folder, watched, (int(starter), int(starter_start))).run()
+    os._exit(0)
+
+
+class Watcher:
+    """Looks at the slots of one generation's workers until they are gone."""
+
+    def __init__(self, folder: str, agent: int, starter: tuple[int, int]) -> None:
+        """Watch the slots in a folder.
+
+        Args:
+            folder: The private folder of the agent.
+            agent: A descriptor that is ready once the agent has ended.
+            starter: Pid and start time of the worker whose generation this is.
+        """
+        self._folder, self._agent, self._starter = folder, agent, starter
+        self._workers: dict[str, Seen] = {}
+        self._told: set[str] = set()
+
+    def run(self) -> None:
+        """Look again and again; returns when there is nobody left to watch."""
+        poll = select.poll()
+        poll.register(self._agent, select.POLLIN)
+        before, pause_s = time.monotonic(), _LEAST_LOOK_S
+        while not poll.poll(pause_s * 1000):
+            now = time.monotonic()
+            # What passed while this process itself could not run is nobody's fault.
+            self._look(min(now - before, 2 * pause_s))
+            before = now
+            if not self._workers:
+                return
+            if hung := self._find():
+                self._end(hung)
+            bounds = [s.pulse.bound_s for s in self._workers.values() if s.pulse.bound_s > 0]
+            pause_s = min(_MOST_LOOK_S, max(_LEAST_LOOK_S, min(bounds, default=0.0) / _LOOKS))
+
+    def _look(self, passed_s: float) -> None:
+        """Read the heartbeats; new workers belong to this generation while the one that started this lives."""
+        is_open = is_alive(*self._starter)
+        for path in slots_in(self._folder) if is_open else list(self._workers):
+            pulse = read_pulse(path)
+            seen = self._workers.get(path)
+            if pulse is None or not is_alive(pulse.pid, pulse.start):
+                self._workers.pop(path, None)
+            elif seen is None:
+                self._workers[path] = Seen(pulse)
+            else:
+                seen.look(pulse, passed_s)
+
+    def _find(self) -> list[Seen]:
+        """Who hangs; what only its stack tells is asked before anybody is accused."""
+        workers = list(self._workers.values())
+        for seen in workers:
+            if is_overdue(seen):
+                seen.state = state_of(seen.pulse.pid)
+        hung = find_hung(workers)
+        doubtful = [seen for seen in hung if seen.state != "T" and not seen.waits]
+        if not doubtful or (len(workers) == 1 and workers[0].pulse.world_is_here):
+            return hung
+        dumps = self._dump(doubtful)
+        for seen in doubtful:
+            seen.excused = in_collective(frames_of(dumps[seen.pulse.path]))
+        return find_hung(workers)
+
+    def _dump(self, workers: list[Seen]) -> dict[str, str]:
+        files = {seen.pulse.path: seen.pulse.path + STACKS for seen in workers}
+        found = ask_stacks([seen.pulse.pid for seen in workers], list(files.values()))
+        return {path: found[file] for path, file in files.items()}
+
+    def _end(self, hung: list[Seen]) -> None:
+        """Tell everything, then end the ones that hang, and see that the generation ends."""
+        if all(seen.pulse.path in self._told for seen in hung):
+            return  # it cannot be ended, and was told
+        from elastic.telling import (
+            note_end,
+            note_hang,
+            tell,
+        )  # they load more than the watching needs
+
+        workers = list(self._workers.values())
+        stopped = [seen.pulse.path for seen in workers if state_of(seen.pulse.pid) == "T"]
+        dumps = self._dump(workers)
+        children = {seen.pulse.path: family_of(seen.pulse.pid) for seen in hung}
+        shown = dict(dumps)
+        for path, pids in children.items():
+            shown[path] += ask_stacks(pids, [path + STACKS])[path + STACKS] if pids else ""
+        tell(hung, workers, shown, stopped, most=_SHOWN_BYTES)
+        for seen in hung:
+            note_hang(seen, dumps[seen.pulse.path], is_stopped=seen.pulse.path in stopped)
+            self._told.add(seen.pulse.path)
+            kill(seen.pulse, children[seen.pulse.path])
+        self._see_off(note_end)
+
+    def _see_off(self, note_end: "Callable[[Pulse], None]") -> None:
+        """The generation is over: who does not leave by itself (a stuck collective) would cost 30 s more."""
+        poll = select.poll()
+        poll.register(self._agent, select.POLLIN)
+        deadline = time.monotonic() + _LEAVE_S
+        while self._workers and time.monotonic() < deadline:
+            if poll.poll(50):
+                os._exit(0)
+            self._look(0.0)
+        for seen in self._workers.values():
+            if seen.pulse.path not in self._told:
+                note_end(seen.pulse)
+                kill(seen.pulse, [])
+                self._told.add(seen.pulse.path)
+
+
+def kill(pulse: Pulse, children: list[int]) -> None:
+    """End a worker, its loader workers with it, and let its stub see it."""
+    for pid in (pulse.pid, *children):
+        send(pid, signal.SIGKILL)
+    if pulse.stub:
+        # A stub that was stopped together with its worker could not end as it has ended.
+        send(pulse.stub, signal.SIGCONT)
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process that may be gone."""
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def start_of(pid: int) -> int | None:
+    """When a process started, in ticks since boot; None where it is gone (a zombie is gone)."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def is_alive(pid: int, start: int) -> bool:
+    """Whether the process of this pid is still the one that started then."""
+    return start_of(pid) == start
