@@ -1,5 +1,6 @@
 """Marks tests by their folder; leaves benches and soaks, also those marked singly, out of a run that did not ask for them."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,16 @@ import pytest
 FOLDER_MARKS = ("unit", "e2e", "stores", "hosts", "slurm", "bench", "soak", "gpu")
 ONLY_WHEN_ASKED = ("bench", "soak")
 TESTS = Path(__file__).parent
+
+
+def pytest_configure() -> None:
+    """Heed what a shell has its background jobs ignore: whatever a test starts would ignore it, too."""
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGQUIT, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def folder_mark(path: Path) -> str | None:

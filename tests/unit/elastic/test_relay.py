@@ -50,6 +50,12 @@ def start(*, environ: dict[str, str] | None = None) -> "subprocess.Popen[str]":
     )  # fmt: skip
 
 
+def caught_by(pid: int) -> int:
+    """The mask of the signals that a process has handlers for."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("\nSigCgt:")[2].split()[0], 16)
+
+
 def accept(listener: socket.socket) -> socket.socket:
     """Read a stub's request to the end, close the streams that came with it, and return the connection."""
     stub, _ = listener.accept()
@@ -92,15 +98,18 @@ def test_the_stub_ends_as_the_worker_did(listener: socket.socket, status: int, c
 def test_signals_are_passed_on_and_do_not_end_the_stub(listener: socket.socket) -> None:
     process = start()
     with take_over(listener) as stub:
-        time.sleep(0.2)  # until then a signal ends it, as it would end any Python that starts
-        for number in (
+        numbers = (
             signal.SIGTERM,
             signal.SIGINT,
             signal.SIGUSR1,
             signal.SIGABRT,
             signal.SIGSEGV,
             40,
-        ):
+        )
+        # Until then a signal ends it, as it would end any Python that starts.
+        while not all(caught_by(process.pid) >> (number - 1) & 1 for number in numbers):
+            time.sleep(0.01)
+        for number in numbers:
             process.send_signal(number)
             assert stub.recv(10) == bytes([number])
         assert process.poll() is None
