@@ -160,10 +160,19 @@ def say_once(folder: Path, text: str, *, key: str | None = None, fresh: bool = F
 
     `fresh`: said at most once within a few seconds, so that a later restart may say it again.
     """
-    turn = int(time.time() / _FRESH_S) if fresh else None
-    name = _mark(folder, key or text, turn)
+    # One that has left its mark has to speak: a signal may end it in between.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        if turn is not None and _is_younger(_mark(folder, key or text, turn - 1), _FRESH_S):
+        return _say(folder, text, key or text, fresh=fresh)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _say(folder: Path, text: str, key: str, *, fresh: bool) -> bool:
+    turn = int(time.time() / _FRESH_S) if fresh else None
+    name = _mark(folder, key, turn)
+    try:
+        if turn is not None and _is_younger(_mark(folder, key, turn - 1), _FRESH_S):
             return False
         os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:

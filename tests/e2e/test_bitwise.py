@@ -47,6 +47,7 @@ def test_breaker_default_mode_has_other_bits_in_another_world(tmp_path: Path) ->
     assert found[0].metrics["loss"] == pytest.approx(found[1].metrics["loss"], rel=0.05)
 
 
+@pytest.mark.soak
 def test_breaker_number_of_threads_is_refused_and_changes_bits(
     alone: Bits, cluster: Cluster
 ) -> None:
@@ -64,6 +65,7 @@ def test_breaker_number_of_threads_is_refused_and_changes_bits(
     assert losses != expected
 
 
+@pytest.mark.soak
 def test_gpt_has_the_same_bits_in_worlds_of_1_and_2_and_through_a_kill(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number} times {number} is {number**2}. " for number in range(900)))
@@ -85,6 +87,7 @@ def test_gpt_has_the_same_bits_in_worlds_of_1_and_2_and_through_a_kill(tmp_path:
     assert run_worlds(tmp_path / "more", GPT, overrides, [(4, 8)], last=2) == one
 
 
+@pytest.mark.soak
 def test_another_kind_of_processor_is_told_and_the_run_goes_on(cluster: Cluster) -> None:
     overrides = (*SMALL_DIGITS, *BITWISE)
     summary = run_once(cluster, str(DIGITS), *overrides, "train.max_steps=8", nproc=1)

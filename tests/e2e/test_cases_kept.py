@@ -144,6 +144,7 @@ def test_gan_in_bitwise_mode_has_the_same_bits_in_every_world(cluster: Cluster) 
     assert len(hashes) == 1
 
 
+@pytest.mark.soak
 def test_weights_and_average_of_a_run_begin_another(cluster: Cluster) -> None:
     run_once(cluster, kept("Averaged"), *AVERAGED, nproc=1)
     for address, expected in ((cluster.url, 1.488), (f"{cluster.url}@ema", 0.28965)):

@@ -36,6 +36,7 @@ def test_c37_the_cosine_rate_goes_on_after_a_resume(cluster: Cluster) -> None:
     assert rates == pytest.approx(closed_form, rel=1e-9)
 
 
+@pytest.mark.soak
 def test_c37_a_schedule_by_epochs_goes_on_after_kills_inside_epochs(cluster: Cluster) -> None:
     overrides = (*EACH_STEP, "args.n=8", "train.epochs=6", "train.global_batch_size=4")
     kill = " ".join(f"{2 * epoch + 2}@{epoch % 2}" for epoch in (2, 3, 4))

@@ -5,6 +5,8 @@ import signal
 import sys
 from typing import Any
 
+import pytest
+
 from checkpoints.segments import SHM
 from tests.support import processes, records
 from tests.support.cases import SUPPORT, tracer
@@ -56,6 +58,7 @@ def test_drill_of_a_kill_a_stop_and_a_new_agent_passes(cluster: Cluster) -> None
     assert cluster.leftovers() == []
 
 
+@pytest.mark.soak
 def test_drill_of_a_job_that_trains_by_chance_fails(cluster: Cluster) -> None:
     job = f"{SUPPORT / 'haphazard.py'}:Haphazard"
     agent = start(cluster, job, "--faults", "stop", "--every", "4s", "--for", "4s")
@@ -66,6 +69,7 @@ def test_drill_of_a_job_that_trains_by_chance_fails(cluster: Cluster) -> None:
     assert "drill: FAILED (weights); seed " in output
 
 
+@pytest.mark.soak
 def test_drill_that_is_broken_off_leaves_nothing_behind(cluster: Cluster) -> None:
     agent = start(cluster, tracer(), "--faults", "storage", "--every", "5s", "--for", "60s")
 

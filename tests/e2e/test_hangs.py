@@ -3,6 +3,8 @@
 import re
 import signal
 
+import pytest
+
 from tests.support import processes, records
 from tests.support.cases import assert_each_sample_once
 from tests.support.cluster import Cluster
@@ -90,13 +92,16 @@ def test_a_crash_at_the_same_step_ends_the_run_with_a_diagnosis(cluster: Cluster
     assert (summary["status"], summary["restarts"]) == ("failed", 2)
 
 
+@pytest.mark.soak
 def test_a_host_on_which_every_start_fails_leaves_and_the_other_goes_on(cluster: Cluster) -> None:
     given = (BATCH, "args.only=yes", "train.step_delay=0.3", "train.epochs=1000")
     job = f"{JOB}:Crashing"
-    good = cluster.start(job, *given, nproc=1, nnodes="1:2", max_restarts=20)
+    rdzv = ("--rdzv_backend=fsspec", f"--rdzv_endpoint={cluster.folder / 'rdzv'}")
+    nodes = {"nproc": 1, "nnodes": "1:2", "max_restarts": 20, "launcher": rdzv}
+    good = cluster.start(job, *given, **nodes)  # type: ignore[arg-type]
     cluster.until_step(2)
     faulty = {"FAULTY": "yes"}
-    bad = cluster.start(job, *given, nproc=1, nnodes="1:2", max_restarts=20, env=faulty)
+    bad = cluster.start(job, *given, env=faulty, **nodes)  # type: ignore[arg-type]
     assert bad.wait(90) == 1
     assert re.search(
         r"error: no progress: 3 times in a row at step 0, phase '[a-z ]+', on \S+: worker killed \(SIGSEGV",

@@ -45,6 +45,7 @@ def assert_as_undisturbed(cluster: Cluster, folder: Path, n: int, *overrides: st
     assert final_weight(cluster.url) == pytest.approx(weight, rel=1e-5)
 
 
+@pytest.mark.soak
 def test_three_kills_then_the_world_goes_from_2_to_1_to_3_to_2(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_three_kills_then_the_world_goes_from_2_to_1_to_3_to_2(
     assert_as_undisturbed(cluster, tmp_path / "undisturbed", 83, *settings)
 
 
+@pytest.mark.soak
 def test_a_batch_that_three_ranks_do_not_divide_and_a_short_last_step(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -93,6 +95,7 @@ def test_a_batch_that_three_ranks_do_not_divide_and_a_short_last_step(
     assert_as_undisturbed(cluster, tmp_path / "undisturbed", 230, *settings)
 
 
+@pytest.mark.soak
 def test_each_killed_agent_costs_the_others_one_restart(cluster: Cluster) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")

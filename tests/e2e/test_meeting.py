@@ -108,6 +108,7 @@ def test_c17_taken_port_is_one_line_that_names_it_and_who_should_change_what(
         assert "whoever starts the ranks sets another MASTER_PORT" in line
 
 
+@pytest.mark.soak
 def test_c17_two_runs_at_one_endpoint_with_different_ids_do_not_mix(tmp_path: Path) -> None:
     with worlds(tmp_path) as found:
         other = Worlds(found.cluster, tmp_path / "other")

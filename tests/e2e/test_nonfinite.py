@@ -108,6 +108,7 @@ def test_rollback_to_an_older_checkpoint_does_the_steps_between_again(cluster: C
     assert found == pytest.approx(float(records.final_weights(skipping)["w"]), rel=REL)
 
 
+@pytest.mark.soak
 def test_rollback_keeps_the_bits_of_both_nets_and_the_average(cluster: Cluster) -> None:
     job = f"{SUPPORT / 'phased.py'}:Gan"
     overrides = (

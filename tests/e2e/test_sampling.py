@@ -68,6 +68,7 @@ def test_draws_are_those_declared_through_kills_and_other_worlds(
         assert [sum(i < N // 3 for i in used[e]) for e in range(EPOCHS)] == [DRAWS // 2] * EPOCHS
 
 
+@pytest.mark.soak
 def test_the_order_without_a_table_is_exact_through_kills_and_other_worlds(
     cluster: Cluster,
 ) -> None:

@@ -343,6 +343,7 @@ def test_changed_code_is_never_run_from_the_old_copy(cluster: Cluster) -> None:
     assert {fact["parent"] for fact in facts(cluster, 2)} == {second}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "fact", "expected"),
     [

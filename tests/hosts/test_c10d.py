@@ -17,6 +17,7 @@ def c10d(number: int, run: str = "first") -> list[str]:
     return ["--rdzv_backend=c10d", endpoint, f"--rdzv_conf={conf}", f"--rdzv_id={run}"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("how", ["killed", *soaked("cut")])
 def test_c15_another_host_is_lost_and_comes_back(how: str, hosts: Hosts) -> None:
     for number in (1, 2, 3):
@@ -34,6 +35,7 @@ def test_c15_another_host_is_lost_and_comes_back(how: str, hosts: Hosts) -> None
     finish(hosts)
 
 
+@pytest.mark.soak
 def test_c14_the_store_host_is_lost_the_others_say_so_and_a_new_start_goes_on(hosts: Hosts) -> None:
     for number in (1, 2, 3):
         start(hosts, number, rdzv=c10d(number))

@@ -3,10 +3,13 @@
 import json
 import sys
 
+import pytest
+
 from tests.support.cases import tracer
 from tests.support.hosts import Hosts
 
 
+@pytest.mark.soak
 def test_drill_of_a_dead_agent_and_a_cut_link_passes(hosts: Hosts) -> None:
     # The fixture is there for its question alone, whether namespaces can be made: the drill makes its own.
     cluster = hosts.cluster

@@ -121,6 +121,7 @@ def leads(hosts: Hosts) -> int:
     return max(found, key=lambda one: int(one[0].rpartition(" ")[2]))[1]
 
 
+@pytest.mark.soak
 def test_two_sided_cut_the_leader_without_store_and_followers_steps_down(
     hosts: Hosts, bridge_s3: BridgeS3
 ) -> None:

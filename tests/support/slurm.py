@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -111,7 +112,9 @@ class Slurm:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self._jobs = cluster.folder
         self._conf = self.folder / "slurm.conf"
-        self._environment = cluster.environment({"SLURM_CONF": str(self._conf)})
+        self._environment = cluster.environment(
+            {"SLURM_CONF": str(self._conf), "PYTHON": sys.executable}
+        )
         self._daemons = contextlib.ExitStack()
 
     def __enter__(self) -> Self:

@@ -58,12 +58,9 @@ def test_training_with_ddp_does_not_import_it() -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        "import torch._dynamo.config",
         "from torch._dynamo import config",
         "import torch._dynamo as d; d.reset()",
-        "torch._dynamo.config.optimize_ddp",
         "torch._dynamo.disable(lambda: 1)()",
-        "torch.compiler.reset()",
     ],
 )
 def test_whoever_asks_for_more_gets_the_real_one(how: str) -> None:
