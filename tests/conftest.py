@@ -15,6 +15,7 @@ def pytest_configure() -> None:
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGQUIT, signal.SIG_DFL),
+        (signal.SIGHUP, signal.SIG_DFL),
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)

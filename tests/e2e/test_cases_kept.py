@@ -126,6 +126,7 @@ def test_gan_that_is_killed_ends_as_a_plain_loop_does(cluster: Cluster, world: i
         torch.testing.assert_close(found[name], value)
 
 
+@pytest.mark.soak
 def test_gan_in_bitwise_mode_has_the_same_bits_in_every_world(cluster: Cluster) -> None:
     overrides = (
         "train.epochs=2",

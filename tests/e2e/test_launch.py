@@ -143,6 +143,7 @@ def test_c22_a_notice_signal_takes_one_node_away_and_the_other_finishes(cluster:
     assert records.summary(cluster.url)["lost_steps"] == 0
 
 
+@pytest.mark.soak
 def test_c14_a_new_agent_goes_on_when_the_host_of_the_rendezvous_is_lost(cluster: Cluster) -> None:
     first, second = two_nodes(cluster, *LONG, "checkpoint.every=1 step")
     first.signal(signal.SIGKILL)

@@ -186,6 +186,7 @@ def test_rollback_by_hand_is_obeyed_by_the_next_start(cluster: Cluster) -> None:
     assert (1, 3) not in records.checkpoints(cluster.url)
 
 
+@pytest.mark.soak
 def test_rollback_by_hand_is_refused_beside_a_living_run_and_forced_supersedes_it(
     cluster: Cluster,
 ) -> None:
