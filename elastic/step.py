@@ -193,9 +193,9 @@ class Stepper:
         weighted = len(told) - 1 - (buffers.slots if buffers is not None else 0)
         self._own_losses = []
         for turn, micro in _turns(batch.micro_batches):
-            data = self._job.to_device(micro.data, device)
             address = (step, micro.shard, micro.number) + ((index,) if index else ())
             seed_all(mix(self._options.seed, *address), device)
+            data = self._job.to_device(micro.data, device)  # which may draw: noise, mixup, masks
             if buffers is not None:
                 buffers.enter(turn)
             with self._reducer.turn(turn):
