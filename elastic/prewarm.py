@@ -25,8 +25,8 @@ __all__ = ["Prewarm", "plan_of"]
 _LONGEST_S: Final = 300.0
 """Workers that import for so long would do it by themselves as well."""
 _POLL_S: Final = 0.005
-_ALWAYS: Final = ("elastic.worker", "elastic.entry", "checkpoints.backend_local", "torch._dynamo")
-"""What a worker imports by its first step, whatever the job is; the last one by its first optimizer."""
+_ALWAYS: Final = ("elastic.worker", "elastic.entry", "checkpoints.backend_local")
+"""What a worker imports by its first step, whatever the job is."""
 _BY_SCHEME: Final = {
     "s3": "s3fs",
     "gs": "gcsfs",
