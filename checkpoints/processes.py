@@ -13,15 +13,20 @@ from checkpoints.errors import CheckpointError
 from checkpoints.layout import AgentId
 
 
-def process_start(pid: int) -> int | None:
-    """When a process started, in ticks since boot, or None where it is gone (a zombie is gone)."""
+def stat_of(pid: int) -> list[str]:
+    """State, parent, group, session and so on of a process, from its third field on; empty where there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None
+        return []
     # The command name stands in parentheses and may hold spaces and parentheses itself.
-    fields = text[text.rfind(")") + 2 :].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    return text.rpartition(")")[2].split()
+
+
+def process_start(pid: int) -> int | None:
+    """When a process started, in ticks since boot, or None where it is gone (a zombie is gone)."""
+    fields = stat_of(pid)
+    return None if not fields or fields[0] in "ZX" else int(fields[19])
 
 
 def is_alive(pid: int, start: int) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from checkpoints.processes import stat_of
+
 __all__ = ["carrying", "children", "describe", "end_all", "environment", "send"]
 
 _PROC: Final = Path("/proc")
@@ -71,10 +73,5 @@ def _all() -> list[int]:
 
 def _stat(pid: int) -> tuple[str, int]:
     """State and parent; X and 0 where there is no such process."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "X", 0
-    # The command name stands in parentheses and may hold spaces and parentheses itself.
-    fields = text.rpartition(")")[2].split()
-    return fields[0], int(fields[1])
+    fields = stat_of(pid)
+    return (fields[0], int(fields[1])) if fields else ("X", 0)

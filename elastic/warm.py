@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from checkpoints.processes import process_start
+from checkpoints.processes import process_start, stat_of
 from elastic.forked import BROKEN, Order, become_worker
 from elastic.preloading import Imported, preload
 from elastic.relay import ACCEPTED, ENDED, GO, REFUSED, RELAYED, SOCKET, peer_of, unpack
@@ -215,7 +215,7 @@ class Server:
 
     def _mirror_stop(self, worker: Hosted) -> None:
         """A stop cannot be caught and passed on by the stub."""
-        fields = _stat(worker.stub_pid)
+        fields = stat_of(worker.stub_pid)
         stopped = fields[:1] == ["T"]
         if fields and stopped != worker.stopped:
             worker.stopped = stopped
@@ -383,20 +383,12 @@ def _end_session(leader: int) -> None:
     All but multiprocessing's tracker: it ends by itself, once it has unlinked the semaphores of those that were killed.
     """
     for entry in os.listdir("/proc"):  # noqa: PTH208 - names alone
-        if entry.isdigit() and int(entry) != leader and _stat(int(entry))[3:4] == [str(leader)]:
+        if entry.isdigit() and int(entry) != leader and stat_of(int(entry))[3:4] == [str(leader)]:
             with contextlib.suppress(OSError):
                 if b"resource_tracker" not in Path("/proc", entry, "cmdline").read_bytes():
                     os.kill(int(entry), signal.SIGKILL)
 
 
 def _parent(pid: int) -> int:
-    fields = _stat(pid)
+    fields = stat_of(pid)
     return int(fields[1]) if fields else -1
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent, group, session and so on; empty where the process is gone."""
-    with contextlib.suppress(OSError):
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return text.rpartition(")")[2].split()
-    return []
