@@ -19,9 +19,8 @@ import socket
 import stat
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol
@@ -49,6 +48,7 @@ _CLAIM_S = 10.0
 """How long a signal to the agent is given to work before another worker may send one: torchrun acts within one."""
 _LEAVE_S = 5.0
 """How long a worker waits for its agent's SIGTERM before it leaves without."""
+_LOOK_S = 0.005
 _FIRST_PID = 1
 
 
@@ -148,23 +148,29 @@ def end_agent(agent: AgentId, code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     if agent.pid != os.getpid():
-        came = threading.Event()
-        _listen(came.set)
+        heard = _listen()
         _signal_once(agent)
         # Leaving only now makes the agent's signal surely the first thing that it sees.
-        came.wait(_LEAVE_S)
+        deadline = time.monotonic() + _LEAVE_S
+        while not heard and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
     os._exit(code)
 
 
-def _listen(heard: Callable[[], None]) -> None:
-    """Call `heard` at the agent's SIGTERM, in place of whatever this process did at it before."""
+def _listen() -> list[int]:
+    """Return a list that gets the agent's SIGTERM, in place of whatever this process did at it before.
 
-    def handler(_signum: int, _frame: FrameType | None) -> None:
-        heard()
+    No threading.Event: its lock may be held by the very thread that the handler interrupts, for ever then.
+    """
+    heard: list[int] = []
 
-    # Only the main thread may set a handler. In another one the wait below runs to its bound.
+    def handler(signum: int, _frame: FrameType | None) -> None:
+        heard.append(signum)
+
+    # Only the main thread may set a handler. In another one the wait above runs to its bound.
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGTERM, handler)
+    return heard
 
 
 def _signal_once(agent: AgentId) -> None:

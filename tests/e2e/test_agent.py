@@ -40,13 +40,12 @@ def start_torchrun(act: str, world: int, folder: Path) -> subprocess.Popen[bytes
 def test_worker_ends_its_agent_with_one_signal_and_without_a_restart(
     act: str, world: int, tmp_path: Path
 ) -> None:
-    began = time.monotonic()
     agent = start_torchrun(act, world, tmp_path)
     _, err = agent.communicate(timeout=60)
     assert agent.returncode == 1, err.decode()
     assert (tmp_path / "signals").read_text() == f"{int(signal.SIGTERM)}\n"
     assert len(list(tmp_path.glob("start.*"))) == world, err.decode()
-    assert time.monotonic() - began < 25
+    assert b"forcefully exiting via" not in err  # what torch says when it has waited 30 s for a worker
 
 
 def test_worker_does_not_outlive_its_agent(tmp_path: Path) -> None:

@@ -174,3 +174,52 @@ def _pipe_to(parent: int, child: int) -> int:
 
 def test_nothing_is_tied_without_an_agent_in_this_process() -> None:
     die_with_agent(HAND)  # would end the test run with its parent otherwise
+
+
+AT_EACH_LINE = """
+import os, signal, subprocess, sys
+from elastic.agent import agent_of, end_agent
+
+def leave_with_the_signal_at(line):
+    sleeper = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    agent = agent_of(sleeper.pid)
+    lines = -1
+    def trace(frame, event, _):
+        nonlocal lines
+        if lines < 0 and frame.f_code.co_name == "_signal_once":
+            return returns
+        if lines >= 0 and event == "line":
+            lines += 1
+            if lines == line:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return trace
+    def returns(frame, event, _):
+        nonlocal lines
+        if event == "return":
+            lines = 0
+        return returns
+    sys.settrace(trace)
+    sys._getframe().f_trace = trace
+    end_agent(agent, 76)
+
+codes = []
+for line in range(1, 41):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        leave_with_the_signal_at(line)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(codes)
+"""
+
+
+def test_worker_leaves_wherever_it_is_when_its_agents_signal_comes() -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EACH_LINE],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout == f"{[76] * 40}\n", done.stderr
