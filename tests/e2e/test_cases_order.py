@@ -119,7 +119,8 @@ def test_c06_killed_between_the_last_commit_and_the_end_of_the_run(cluster: Clus
 
 
 @pytest.mark.parametrize(
-    ("job", "telling"), [("Shuffled", "content of item"), ("Uneven", "length is 40 and 41")]
+    ("job", "telling"),
+    [("Shuffled", "content of item"), *soaked(("Uneven", "length is 40 and 41"))],
 )
 def test_c07_ranks_that_see_different_datasets_are_refused(
     cluster: Cluster, job: str, telling: str

@@ -54,6 +54,7 @@ def test_c38_adams_moments_come_back(cluster: Cluster) -> None:
     assert records.committed_steps(cluster.url)[4].generation > 1
 
 
+@pytest.mark.soak
 def test_c43_best_and_patience_are_remembered(cluster: Cluster) -> None:
     overrides = (
         *EACH_STEP,

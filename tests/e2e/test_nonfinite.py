@@ -70,6 +70,7 @@ def test_c24_rollback_leaves_the_step_out_in_a_new_generation_of_the_same_proces
     assert claims[2]["launch"] == claims[1]["launch"]
 
 
+@pytest.mark.soak
 def test_rollback_to_an_older_checkpoint_does_the_steps_between_again(cluster: Cluster) -> None:
     overrides = (
         *C24[2:],
@@ -137,7 +138,7 @@ def test_rollback_keeps_the_bits_of_both_nets_and_the_average(cluster: Cluster) 
 @pytest.mark.parametrize(
     ("what", "every", "told", "generations"),
     [
-        ("skip", "1 step", "found 10 skipped steps in a row", 1),
+        *soaked(("skip", "1 step", "found 10 skipped steps in a row", 1)),
         ("rollback", "off", "found 3 rollbacks to checkpoint 000001-000000000000", 4),
     ],
 )

@@ -13,7 +13,10 @@ MOST_BYTES = 64 << 20
 SIZE_MB = 256
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [("s3", 1), ("s3", 37), ("gcs", 1), ("azure", 1)])
+@pytest.mark.parametrize(
+    ("kind", "chunks"),
+    [("s3", 1), ("s3", 37), pytest.param("gcs", 1, marks=pytest.mark.soak), ("azure", 1)],
+)
 def test_an_upload_of_any_size_adds_little_memory(
     request: pytest.FixtureRequest, kind: str, chunks: int
 ) -> None:

@@ -193,7 +193,7 @@ def weigh(world: World) -> list[list[float]]:
     return weights
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.soak)])
 def test_mean_of_uneven_and_empty_parts_is_exact(size: int) -> None:
     w, expected = 0.0, []
     for n in (5, 2, 1):
