@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic.errors import StartError
 from elastic.world import World
 
 __all__ = ["PlainReducer", "Reducer", "Totals", "Turn", "forward_reads_buffers", "frozen"]
@@ -102,6 +103,15 @@ def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+@dataclass(slots=True)
+class _Sent:
+    """What the hook of a DDP knows."""
+
+    world: World
+    whole: bool = False
+    """Whether every bucket of the present backward was sent: they go in order, so the last one tells."""
+
+
 class PlainReducer:
     """Runs losses under DDP, so that one backward leaves the summed gradient and numbers.
 
@@ -144,12 +154,15 @@ class PlainReducer:
         self._summed: list[float] | None = None
         self._phase = 0
         self._out: Tensor | None = None
+        self._plain = plain
+        self._sent: list[_Sent] = []
         every = list(plain.parameters())
         self._ddps: list[DistributedDataParallel | None] = []
         self._controls: list[nn.Parameter] = []
         for parameters in phases if len(phases) > 1 else [every]:
             control = nn.Parameter(torch.zeros(self._slots, device=world.device))
             self._controls.append(control)
+            self._sent.append(_Sent(world))
             if world.world_size == 1:
                 self._ddps.append(None)
                 continue
@@ -164,7 +177,7 @@ class PlainReducer:
                     forward_sync_buffers=not merges_buffers and forward_reads_buffers(plain),
                     gradient_as_bucket_view=True,
                 )
-            ddp.register_comm_hook(world, _sum_bucket)
+            ddp.register_comm_hook(self._sent[-1], _sum_bucket)
             self._ddps.append(ddp)
 
     def begin(self, phase: int, flags: Sequence[float]) -> None:
@@ -173,6 +186,7 @@ class PlainReducer:
         self._loss, self._count, self._flags = 0.0, 0.0, flags
         self._controls[phase].grad = None
         self._out, self._summed = None, None
+        self._sent[phase].whole = False
 
     @contextlib.contextmanager
     def turn(self, turn: Turn) -> Iterator[None]:
@@ -224,11 +238,26 @@ class PlainReducer:
         return numbers
 
     def finish(self) -> Totals:
-        """The numbers of the step, summed over the ranks; waits for the device."""
+        """The numbers of the step, summed over the ranks; waits for the device.
+
+        Raises:
+            StartError: The loss did not use some parameter on this rank, and DDP was not told to look for
+                such: then it has summed nothing of that parameter's bucket.
+        """
         summed, control = self._summed, self._controls[self._phase]
         if control.grad is not None:
             summed = cast("list[float]", control.grad.tolist())
         self._world.has_gradients()
+        if (
+            self._ddps[self._phase] is not None
+            and summed is not None
+            and not self._sent[self._phase].whole
+        ):
+            raise StartError(
+                f"the loss of this step did not use {self._unused()}, so gradients were not summed over the ranks;"
+                " expected every parameter to be used on every rank: set train.find_unused_parameters=true,"
+                " or requires_grad=False on what is never used"
+            )
         if summed is None:
             raise ValueError("no numbers yet: found none, expected a backward of the last turn")
         return Totals(
@@ -236,6 +265,12 @@ class PlainReducer:
             count=summed[_COUNT_HIGH] * _COUNT_UNIT + summed[_COUNT_LOW],
             flags=tuple(summed[_FLAGS : _FLAGS + len(self._flags)]),
         )
+
+    def _unused(self) -> str:
+        named = self._plain.named_parameters()
+        names = [name for name, one in named if one.requires_grad and one.grad is None]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(names[:3]) + more if names else "some parameter in its last micro-batch"
 
 
 class _LossWithControl(nn.Module):
@@ -251,9 +286,10 @@ class _LossWithControl(nn.Module):
         return call(self.body), self.control.view_as(self.control)
 
 
-def _sum_bucket(world: World, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch's stubs lack the name
+def _sum_bucket(sent: _Sent, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch's stubs lack the name
     if bucket.is_last():
-        world.wait_for_gradients()
+        sent.whole = True
+        sent.world.wait_for_gradients()
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return cast("torch.futures.Future[Tensor]", work.get_future().then(_first))
 

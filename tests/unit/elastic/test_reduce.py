@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elastic.errors import StartError
 from elastic.reduce import PlainReducer, Turn, forward_reads_buffers, frozen
 from elastic.world import World
 from tests.support.ranked import run_ranks, world_of
@@ -278,3 +279,23 @@ def test_codebook_is_the_primarys_and_running_statistics_are_each_ranks_own(
 ) -> None:
     assert {str(found["codes"]) for found in worlds} == {str([1.0] * 4)}
     assert len({str(found["own statistics"]) for found in worlds}) == len(worlds)
+
+
+def leave_one_out(world: World) -> str:
+    net = Net()
+    reducer = PlainReducer(net, world, compiled=None, find_unused=False)
+    reducer.begin(0, [])
+    with reducer.turn(LAST):
+        term = reducer.forward(lambda _: net.first(torch.ones(1, 2)).sum())
+        reducer.backward(term, loss=1.0, count=1.0)
+    try:
+        reducer.finish()
+    except StartError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_parameter_that_a_loss_leaves_out_is_named_and_not_applied_from_one_rank() -> None:
+    for told in run_ranks(2, leave_one_out):
+        assert told.startswith("the loss of this step did not use spare.")
+        assert "train.find_unused_parameters=true" in told
