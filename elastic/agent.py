@@ -48,7 +48,7 @@ _CLAIM_S = 10.0
 """How long a signal to the agent is given to work before another worker may send one: torchrun acts within one."""
 _LEAVE_S = 5.0
 """How long a worker waits for its agent's SIGTERM before it leaves without."""
-_LOOK_S = 0.005
+_LOOK_S = 0.01
 _FIRST_PID = 1
 
 
@@ -205,7 +205,7 @@ def _lock(descriptor: int) -> bool:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        time.sleep(0.01)
+        time.sleep(_LOOK_S)
     return False
 
 

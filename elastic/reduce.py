@@ -105,11 +105,11 @@ def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Sent:
-    """What the hook of a DDP knows."""
+    """What the hook of every DDP knows; not the reducer itself, which DDP would keep alive for ever."""
 
     world: World
     whole: bool = False
-    """Whether every bucket of the present backward was sent: they go in order, so the last one tells."""
+    """Whether every bucket of the present phase was sent: they go in order, so the last one tells."""
 
 
 class PlainReducer:
@@ -155,14 +155,13 @@ class PlainReducer:
         self._phase = 0
         self._out: Tensor | None = None
         self._plain = plain
-        self._sent: list[_Sent] = []
+        self._sent = _Sent(world)
         every = list(plain.parameters())
         self._ddps: list[DistributedDataParallel | None] = []
         self._controls: list[nn.Parameter] = []
         for parameters in phases if len(phases) > 1 else [every]:
             control = nn.Parameter(torch.zeros(self._slots, device=world.device))
             self._controls.append(control)
-            self._sent.append(_Sent(world))
             if world.world_size == 1:
                 self._ddps.append(None)
                 continue
@@ -177,7 +176,7 @@ class PlainReducer:
                     forward_sync_buffers=not merges_buffers and forward_reads_buffers(plain),
                     gradient_as_bucket_view=True,
                 )
-            ddp.register_comm_hook(self._sent[-1], _sum_bucket)
+            ddp.register_comm_hook(self._sent, _sum_bucket)
             self._ddps.append(ddp)
 
     def begin(self, phase: int, flags: Sequence[float]) -> None:
@@ -186,7 +185,7 @@ class PlainReducer:
         self._loss, self._count, self._flags = 0.0, 0.0, flags
         self._controls[phase].grad = None
         self._out, self._summed = None, None
-        self._sent[phase].whole = False
+        self._sent.whole = False
 
     @contextlib.contextmanager
     def turn(self, turn: Turn) -> Iterator[None]:
@@ -248,18 +247,14 @@ class PlainReducer:
         if control.grad is not None:
             summed = cast("list[float]", control.grad.tolist())
         self._world.has_gradients()
-        if (
-            self._ddps[self._phase] is not None
-            and summed is not None
-            and not self._sent[self._phase].whole
-        ):
+        if summed is None:
+            raise ValueError("no numbers yet: found none, expected a backward of the last turn")
+        if self._ddps[self._phase] is not None and not self._sent.whole:
             raise StartError(
                 f"the loss of this step did not use {self._unused()}, so gradients were not summed over the ranks;"
                 " expected every parameter to be used on every rank: set train.find_unused_parameters=true,"
                 " or requires_grad=False on what is never used"
             )
-        if summed is None:
-            raise ValueError("no numbers yet: found none, expected a backward of the last turn")
         return Totals(
             loss=summed[_LOSS],
             count=summed[_COUNT_HIGH] * _COUNT_UNIT + summed[_COUNT_LOW],

@@ -45,9 +45,8 @@ def test_worker_ends_its_agent_with_one_signal_and_without_a_restart(
     assert agent.returncode == 1, err.decode()
     assert (tmp_path / "signals").read_text() == f"{int(signal.SIGTERM)}\n"
     assert len(list(tmp_path.glob("start.*"))) == world, err.decode()
-    assert (
-        b"forcefully exiting via" not in err
-    )  # what torch says when it has waited 30 s for a worker
+    # Torch says so when it has waited 30 s for a worker.
+    assert b"forcefully exiting via" not in err
 
 
 def test_worker_does_not_outlive_its_agent(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from tests.support.soaking import soaked
 from tests.support.worlds import WORKER, Worlds, kill_often, worlds
 
 
-@pytest.mark.parametrize("size", soaked(2, 3))
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 3])
 def test_each_kill_of_a_worker_costs_one_restart(size: int, tmp_path: Path) -> None:
     with worlds(tmp_path) as found:
         kill_often(found, size, 10)

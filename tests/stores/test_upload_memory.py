@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from checkpoints.store import open_store
+from tests.support.soaking import soaked
 from tests.support.tools import ROOT
 
 MOST_BYTES = 64 << 20
@@ -15,7 +16,7 @@ SIZE_MB = 256
 
 @pytest.mark.parametrize(
     ("kind", "chunks"),
-    [("s3", 1), ("s3", 37), pytest.param("gcs", 1, marks=pytest.mark.soak), ("azure", 1)],
+    [("s3", 1), ("s3", 37), ("azure", 1), *soaked(("gcs", 1))],
 )
 def test_an_upload_of_any_size_adds_little_memory(
     request: pytest.FixtureRequest, kind: str, chunks: int

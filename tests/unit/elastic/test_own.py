@@ -19,6 +19,7 @@ from elastic.sampler import part
 from elastic.world import World
 from tests.support import records
 from tests.support.ranked import Ended, run_alone, run_ranks
+from tests.support.soaking import soaked
 from tests.support.tracer import Scalar
 
 
@@ -193,7 +194,7 @@ def weigh(world: World) -> list[list[float]]:
     return weights
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("size", [3, *soaked(2)])
 def test_mean_of_uneven_and_empty_parts_is_exact(size: int) -> None:
     w, expected = 0.0, []
     for n in (5, 2, 1):
