@@ -16,12 +16,13 @@ state, groups with other parameters are a StartError. What has been added to a r
 (a scheduler, a scaler, a job's state, others) is allowed, and told in one line each.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elastic.attachable import Averaged, Broadcaster, Stateful, is_stateful
 from elastic.constants import merge, plain, same, tell_change
 from elastic.digest import digest_of
 from elastic.errors import StartError
@@ -29,7 +30,7 @@ from elastic.moments import capture_moments, group_names, match_groups, restore_
 from elastic.schedule import Driver, Schedule, Scheduler
 from elastic.weights import load_model, model_extra, model_tensors, parameter_names
 
-__all__ = ["Broadcaster", "Stateful", "TrainState"]
+__all__ = ["TrainState"]
 
 _MAIN: Final = "main"
 _KEYS: Final = (
@@ -38,46 +39,6 @@ _KEYS: Final = (
 _SCALER_POSITION: Final = ("scale", "_growth_tracker")
 
 Drivers = Scheduler | tuple[Scheduler, str]
-
-
-class Stateful(Protocol):
-    """What can be attached: its state is of tensors and JSON values."""
-
-    def state_dict(self) -> Any:
-        """The state."""
-        ...
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Take it back."""
-        ...
-
-
-class Averaged(Protocol):
-    """An average of the model's weights, as far as it is needed here."""
-
-    def begin(self) -> None:
-        """Begin anew at the weights."""
-        ...
-
-    def raw(self) -> Mapping[str, Tensor]:
-        """The weights, whatever the model shows."""
-        ...
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The averages, live."""
-        ...
-
-    def load(self, saved: Mapping[str, Tensor], /) -> None:
-        """Take averages back."""
-        ...
-
-
-class Broadcaster(Protocol):
-    """The world, as far as it is needed here."""
-
-    def broadcast_tensors(self, tensors: Sequence[Tensor], src: int = 0) -> None:
-        """Overwrite the tensors with those of rank `src`. Collective."""
-        ...
 
 
 class TrainState:
@@ -125,7 +86,7 @@ class TrainState:
                 "attach: found a second call, expected one for each state; make a new one"
             )
         for name, thing in others.items():
-            if not _is_stateful(thing):
+            if not is_stateful(thing):
                 raise StartError(
                     f"attach: {name}: found {type(thing).__name__}, expected something with"
                     " state_dict and load_state_dict"
@@ -135,7 +96,7 @@ class TrainState:
         self._attach_schedules({n: _driver(n, d) for n, d in _by_name(scheduler).items()})
         self._scalers = _by_name(scaler)
         self._built_scalers = {n: plain(s.state_dict()) for n, s in self._scalers.items()}
-        self._job = job if _is_stateful(job) else None  # type: ignore[assignment]
+        self._job = job if is_stateful(job) else None  # type: ignore[assignment]
         self._ema = ema
         self._others = dict(others)
 
@@ -381,16 +342,12 @@ def _by_name(given: Any) -> dict[str, Any]:
 
 def _driver(name: str, given: Any) -> Driver:
     scheduler, per = given if isinstance(given, tuple) and len(given) == 2 else (given, "step")
-    if per not in ("step", "epoch") or not _is_stateful(scheduler):
+    if per not in ("step", "epoch") or not is_stateful(scheduler):
         raise StartError(
             f"{_label('scheduler', name)}: found {given!r:.80}, expected a scheduler or"
             ' (scheduler, "epoch"), with state_dict and load_state_dict'
         )
     return Driver(scheduler=scheduler, per="epoch" if per == "epoch" else "step")
-
-
-def _is_stateful(thing: object) -> bool:
-    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _own_copy(value: Any) -> Any:
