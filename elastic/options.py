@@ -86,7 +86,7 @@ class TrainOptions:
     compile: bool = False
     """Run the model through torch.compile."""
     find_unused_parameters: bool = False
-    """Let DDP look for parameters that a forward did not use."""
+    """Let DDP look for parameters that a forward did not use; without it these are refused where there are several ranks."""
     threads: int | None = None
     """Threads of one worker's CPU arithmetic; by default what OMP_NUM_THREADS says, else the cores shared, with `bitwise` 1."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"

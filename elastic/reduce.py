@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic.unreduced import refuse_unreduced
 from elastic.world import World
 
 __all__ = ["PlainReducer", "Reducer", "Totals", "Turn", "forward_reads_buffers", "frozen"]
@@ -144,6 +145,7 @@ class PlainReducer:
         self._summed: list[float] | None = None
         self._phase = 0
         self._out: Tensor | None = None
+        self._is_sent = False
         every = list(plain.parameters())
         self._ddps: list[DistributedDataParallel | None] = []
         self._controls: list[nn.Parameter] = []
@@ -164,7 +166,7 @@ class PlainReducer:
                     forward_sync_buffers=not merges_buffers and forward_reads_buffers(plain),
                     gradient_as_bucket_view=True,
                 )
-            ddp.register_comm_hook(world, _sum_bucket)
+            ddp.register_comm_hook(self, _sum_bucket)
             self._ddps.append(ddp)
 
     def begin(self, phase: int, flags: Sequence[float]) -> None:
@@ -173,6 +175,7 @@ class PlainReducer:
         self._loss, self._count, self._flags = 0.0, 0.0, flags
         self._controls[phase].grad = None
         self._out, self._summed = None, None
+        self._is_sent = False
 
     @contextlib.contextmanager
     def turn(self, turn: Turn) -> Iterator[None]:
@@ -223,9 +226,24 @@ class PlainReducer:
         numbers[_COUNT_LOW] = count - high * _COUNT_UNIT
         return numbers
 
+    def send(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch's stubs lack the name
+        """Sum a bucket over the ranks; DDP calls it for each in order, when it is full."""
+        if bucket.is_last():
+            self._is_sent = True
+            self._world.wait_for_gradients()
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return cast("torch.futures.Future[Tensor]", work.get_future().then(_first))
+
     def finish(self) -> Totals:
-        """The numbers of the step, summed over the ranks; waits for the device."""
+        """The numbers of the step, summed over the ranks; waits for the device.
+
+        Raises:
+            StartError: A parameter is not in the loss, so that DDP has not summed; names it.
+        """
         summed, control = self._summed, self._controls[self._phase]
+        ddp = self._ddps[self._phase]
+        if ddp is not None and control.grad is not None and not self._is_sent:
+            refuse_unreduced(ddp, "use it, or set train.find_unused_parameters=true")
         if control.grad is not None:
             summed = cast("list[float]", control.grad.tolist())
         self._world.has_gradients()
@@ -251,11 +269,8 @@ class _LossWithControl(nn.Module):
         return call(self.body), self.control.view_as(self.control)
 
 
-def _sum_bucket(world: World, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch's stubs lack the name
-    if bucket.is_last():
-        world.wait_for_gradients()
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return cast("torch.futures.Future[Tensor]", work.get_future().then(_first))
+def _sum_bucket(reducer: PlainReducer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch's stubs lack the name
+    return reducer.send(bucket)
 
 
 def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from elastic.errors import StartError
 from elastic.reduce import PlainReducer, Turn, forward_reads_buffers, frozen
+from elastic.unreduced import check_reduced
 from elastic.world import World
 from tests.support.ranked import run_ranks, world_of
 
@@ -96,6 +99,8 @@ def exercise(world: World) -> dict[str, Any]:
         reducer.backward(parts[0], loss=3.0, count=1.0)
     found["parts"] = (gradient(net), reducer.finish().loss, parts[1])
     found["unused"] = exercise_unused(world)
+    found["refused"] = exercise_refusals(world) if world.world_size > 1 else []
+    found["lacking"] = lack_on_all_but_one(world)
     found["phases"] = exercise_phases(world)
     found["codes"], found["own statistics"] = send_buffers(world)
     return found
@@ -114,6 +119,46 @@ def exercise_unused(world: World) -> Any:
             reducer.backward(loss, loss=1.0, count=1.0)
         results.append((gradient(net), reducer.finish().loss))
     return results
+
+
+def exercise_refusals(world: World) -> list[str]:
+    """What is said of a parameter that no rank's last backward reaches, in one bucket and in several."""
+    told = []
+    for used_before, own in ((False, False), (True, False), (False, True)):
+        net = Net()
+        reducer = PlainReducer(net, world, compiled=None, find_unused=False)
+        x = torch.full((1, 2), world.rank + 1.0)
+        reducer.begin(0, [])
+        try:
+            if own:
+                ddp = nn.parallel.DistributedDataParallel(net)
+                ddp(x, spare=False).sum().backward()
+                check_reduced(ddp, "mend it")
+            if used_before:
+                with reducer.turn(FIRST):
+                    reducer.backward(forward(reducer, x), loss=1.0, count=1.0)
+            with reducer.turn(LAST):
+                reducer.backward(forward(reducer, x, spare=False), loss=1.0, count=1.0)
+            reducer.finish()
+        except StartError as error:
+            told.append(str(error))
+    return told
+
+
+def lack_on_all_but_one(world: World) -> str:
+    """All ranks but the first leave a parameter out of their loss."""
+    reducer = PlainReducer(Net(), world, compiled=None, find_unused=False, flags=1)
+    reducer.begin(0, [])
+    with reducer.turn(LAST):
+        loss = forward(reducer, torch.ones(1, 2), spare=world.rank == 0)
+        reducer.backward(loss, loss=1.0, count=1.0)
+    try:
+        reducer.finish()
+    except StartError as error:
+        # The first waits for the bucket; in a run it is this process' end that ends its wait.
+        dist.all_reduce(torch.zeros(3 + 1 + 2 + 2))
+        return str(error)
+    return ""
 
 
 def exercise_phases(world: World) -> Any:
@@ -145,7 +190,8 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_all_ranks_hold_the_same(worlds: list[dict[str, Any]]) -> None:
-    shared = [{**found, "own statistics": None} for found in worlds]
+    own = {"own statistics": None, "refused": None, "lacking": None}
+    shared = [{**found, **own} for found in worlds]
     assert all(found == shared[0] for found in shared)
 
 
@@ -195,6 +241,25 @@ def test_model_may_be_called_twice_in_a_step(worlds: list[dict[str, Any]]) -> No
 def test_parameters_that_a_step_does_not_use_are_found(worlds: list[dict[str, Any]]) -> None:
     total = sum(range(1, len(worlds) + 1))
     assert worlds[0]["unused"] == [([[total, total]], float(len(worlds)))] * 2
+
+
+def test_parameter_that_is_not_in_the_loss_is_refused_where_ddp_does_not_sum(
+    worlds: list[dict[str, Any]],
+) -> None:
+    line = (
+        "gradients: found none of parameter spare.weight in a backward, expected each in the loss of every rank: "
+        "nothing would be summed over the ranks; "
+    )
+    for found in worlds:
+        ways = ["use it, or set train.find_unused_parameters=true"] * 2 + ["mend it"]
+        assert found["refused"] == ([line + way for way in ways] if len(worlds) > 1 else [])
+
+
+def test_parameter_that_is_in_one_ranks_loss_alone_is_refused_by_the_others(
+    worlds: list[dict[str, Any]],
+) -> None:
+    assert worlds[0]["lacking"] == ""
+    assert all("none of parameter spare.weight in a backward," in f["lacking"] for f in worlds[1:])
 
 
 def test_each_phase_sums_its_own_parameters_and_no_others(worlds: list[dict[str, Any]]) -> None:
