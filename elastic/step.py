@@ -232,6 +232,8 @@ class Stepper:
             return norm, True, self._refuse(index, step, batch, loss=loss, norm=norm)
         if self._options.grad_clip is not None and norm > self._options.grad_clip:
             clip_grads_with_norm_(parameters, self._options.grad_clip, norm_tensor)
+        # An optimizer may draw (noise), on every rank the same: no shard has this number.
+        seed_all(mix(self._options.seed, step, -1, index), self._world.device)
         if scaler is None:
             optimizer.step()
             return norm, False, None

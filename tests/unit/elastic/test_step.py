@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from elastic.agreement import Agreed, Request
 from elastic.errors import AttentionError
@@ -74,8 +75,34 @@ class Half(Tracer):
         return loss if not self.weighted else Mean(loss, len(batch[0]))
 
 
+class Jittered(Tracer):
+    """Batches are moved by noise on their way to the device."""
+
+    def to_device(self, batch: Any, device: torch.device) -> Any:
+        values, indices = super().to_device(batch, device)
+        return values + torch.randn(len(values)), indices
+
+
+class Langevin(SGD):
+    """Adds noise to each update."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(torch.randn_like(parameter))
+        return loss
+
+
+class Noisy(Tracer):
+    """Its optimizer draws."""
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return Langevin(model.parameters(), lr=self.lr)
+
+
 JOBS: dict[str, type[Tracer]] = {
-    job.__name__: job for job in (Tracer, Heavy, Wide, Normed, Half, Masks)
+    job.__name__: job for job in (Tracer, Heavy, Wide, Normed, Half, Masks, Jittered, Noisy)
 }
 
 
@@ -165,6 +192,7 @@ CASES: dict[str, Case] = {
     "heavy": Case(job="Heavy", n=4, on_nonfinite="skip", leave=(1, 0)),
     "leave": Case(leave=(2, 1)),
     "normed": Case(job="Normed", nan_item=10, on_nonfinite="skip", batch=6),
+    "noisy": Case(job="Noisy"),
     "half": Case(job="Half", steps=1),
     "half weighted": Case(job="Half", steps=1, weighted=True),
 }
@@ -346,6 +374,18 @@ def test_models_draws_depend_on_step_and_micro_batch_alone(
         torch.rand(100)
         assert train(world, case) == one
         assert train(world, replace(case, micro=8)) != one
+
+
+def test_draws_of_to_device_do_not_depend_on_the_process(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    case = Case(job="Jittered", micro=2)
+    with world_of(0, 1, tmp_path_factory.mktemp("alone")) as world:
+        torch.manual_seed(1)
+        one = train(world, case)
+        torch.manual_seed(2)
+        assert train(world, case) == one
+    assert one["weights"][0][0] != pytest.approx(0.55, abs=1e-3)
 
 
 def test_numbers_of_the_tracer_are_their_indices() -> None:
