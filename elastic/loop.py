@@ -16,6 +16,7 @@ from torch import nn
 from elastic.agreement import REQUEST_SLOTS
 from elastic.arithmetic import (
     check_machine,
+    compile_each_shape,
     describe_machine,
     end_promise,
     fix_arithmetic,
@@ -288,10 +289,10 @@ class Training:
                 ]
             )
         compiled: nn.Module | None = None
-        if train.compile:
-            # By itself torch would compile for the shapes that it happens to see first.
-            dynamic = False if self._bitwise else None
-            compiled = cast("nn.Module", torch.compile(self.model, dynamic=dynamic))
+        if train.compile and self._bitwise:
+            compiled = compile_each_shape(self.model)
+        elif train.compile:
+            compiled = cast("nn.Module", torch.compile(self.model))
         if self._bitwise:
             return TreeReducer(
                 self.model if compiled is None else compiled,
