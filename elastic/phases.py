@@ -39,7 +39,7 @@ def make_optimizers(job: Job, model: nn.Module) -> Optimizers:
     """The job's optimizer, or several by name.
 
     Raises:
-        StartError: It is neither.
+        StartError: It is neither, or changes what is not the model's.
     """
     found: Any = job.optimizer(model)
     wrong = [type(o).__name__ for o in by_phase(found).values() if not isinstance(o, Optimizer)]
@@ -48,7 +48,21 @@ def make_optimizers(job: Job, model: nn.Module) -> Optimizers:
             f"{type(job).__name__}.optimizer: found {wrong[0] if wrong else 'an empty dict'}, expected "
             "a torch Optimizer, or a dict with one for each name of losses()"
         )
+    own = set(model.parameters())
+    for optimizer in by_phase(found).values():
+        _check_parameters(optimizer, own, type(job).__name__)
     return dict(found) if isinstance(found, Mapping) else cast("Optimizer", found)
+
+
+def _check_parameters(optimizer: Optimizer, own: set[nn.Parameter], kind: str) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter not in own:
+                raise StartError(
+                    f"{kind}.optimizer: found a parameter that is not the model's (group {number}, place {place}, shape "
+                    f"{tuple(parameter.shape)}), expected model.parameters() alone: it would be neither summed over the "
+                    "ranks nor saved; make it part of model()"
+                )
 
 
 def by_phase(given: Any) -> dict[str, Any]:

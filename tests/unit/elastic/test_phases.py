@@ -169,6 +169,20 @@ def test_what_is_no_optimizer_is_refused(given: Any) -> None:
         make_optimizers(Wrong(), Gan().model())
 
 
+def test_optimizer_with_a_parameter_that_is_not_the_models_is_refused() -> None:
+    class Temperature(Gan):
+        def optimizer(self, model: nn.Module) -> Any:
+            more = nn.Parameter(torch.ones(3))
+            return super().optimizer(model) | {"other": SGD([*model.parameters(), more], lr=0.1)}  # type: ignore[operator]
+
+    message = (
+        r"^Temperature.optimizer: found a parameter that is not the model's \(group 0, place 8, shape \(3,\)\), "
+        r"expected model.parameters\(\) alone: .*; make it part of model\(\)$"
+    )
+    with pytest.raises(StartError, match=message):
+        make_optimizers(Temperature(), Gan().model())
+
+
 def test_each_phase_has_a_scaler_of_its_own_with_fp16_alone() -> None:
     job = Gan()
     optimizers = job.optimizer(job.model())
