@@ -39,7 +39,7 @@ from elastic.sampler import Plan
 from elastic.saving import Clocked, is_due, is_due_at_epoch_end
 from elastic.seeding import kept_random_state, seed_all
 from elastic.shards import ShardBuffers
-from elastic.step import Stepper, autocast
+from elastic.step import KIND_SLOTS, Stepper, autocast
 from elastic.tree import owned
 from elastic.weights import model_fingerprint
 from jobs.job import Job, Optimizers
@@ -308,7 +308,7 @@ class Training:
             phases=[phase.parameters for phase in phases],
             flags=REQUEST_SLOTS
             + run.paces.slots
-            + 1
+            + KIND_SLOTS
             + (self._buffers.slots if self._buffers else 0),
             merges_buffers=self._buffers is not None,
         )

@@ -119,7 +119,7 @@ class PlainReducer:
         compiled: nn.Module | None,
         find_unused: bool,
         phases: Sequence[Sequence[nn.Parameter]] = (),
-        flags: int = 13,
+        flags: int = 16,
         merges_buffers: bool = False,
     ) -> None:
         """Wrap `plain` (on its device); `compiled` runs in its place where it was compiled.

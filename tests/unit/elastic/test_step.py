@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from elastic.agreement import Agreed, Request
-from elastic.errors import AttentionError
+from elastic.errors import AttentionError, StartError
 from elastic.loader import Loader
 from elastic.options import TrainOptions
 from elastic.phases import phases_of
@@ -75,6 +75,21 @@ class Half(Tracer):
         return loss if not self.weighted else Mean(loss, len(batch[0]))
 
 
+class Undecided(Tracer):
+    """A Mean where the micro-batch has item 3, else a plain mean."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        loss = super().loss(model, batch)
+        return Mean(loss * len(batch[1]), len(batch[1])) if 3 in batch[1] else loss  # type: ignore[operator,arg-type]
+
+
+class Weightless(Tracer):
+    """No item counts."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        return Mean(model(batch[0]).sum() * 0.0, 0)
+
+
 class Jittered(Tracer):
     """Batches are moved by noise on their way to the device."""
 
@@ -102,7 +117,8 @@ class Noisy(Tracer):
 
 
 JOBS: dict[str, type[Tracer]] = {
-    job.__name__: job for job in (Tracer, Heavy, Wide, Normed, Half, Masks, Jittered, Noisy)
+    job.__name__: job
+    for job in (Tracer, Heavy, Wide, Normed, Half, Masks, Jittered, Noisy, Undecided, Weightless)
 }
 
 
@@ -158,7 +174,7 @@ def train(world: World, case: Case) -> dict[str, Any]:
         )
         try:
             results.append(stepper.run(step, batch, request))
-        except AttentionError as error:
+        except (AttentionError, StartError) as error:
             return {"error": str(error)}
         weights.append(
             [number for p in model.parameters() for number in p.detach().flatten().tolist()]
@@ -193,6 +209,8 @@ CASES: dict[str, Case] = {
     "leave": Case(leave=(2, 1)),
     "normed": Case(job="Normed", nan_item=10, on_nonfinite="skip", batch=6),
     "noisy": Case(job="Noisy"),
+    "undecided": Case(job="Undecided", n=8, batch=8, micro=2),
+    "weightless": Case(job="Weightless"),
     "half": Case(job="Half", steps=1),
     "half weighted": Case(job="Half", steps=1, weighted=True),
 }
@@ -289,6 +307,23 @@ def test_c24_stop_names_step_rank_and_samples(world_results: Results) -> None:
         rf"rank {rank}, samples \[7, 4, 2, 10\]; mend the data or set train\.on_nonfinite=skip"
     )
     assert re.fullmatch(message, world_results[0]["stop"]["error"])
+
+
+def test_loss_that_is_a_mean_for_some_micro_batches_alone_is_refused(
+    world_results: Results,
+) -> None:
+    assert world_results[0]["undecided"]["error"] == (
+        "loss: found Mean(sum, count) for some micro-batches of step 1 and a plain mean for others, expected one of the "
+        "two for all; return Mean for each"
+    )
+
+
+def test_step_in_which_nothing_counts_says_so(world_results: Results) -> None:
+    assert re.fullmatch(
+        r"step 1: found a total count of 0, expected an item that counts, samples \[[0-9, ]+\]; mend the data or set "
+        "train.on_nonfinite=skip",
+        world_results[0]["weightless"]["error"],
+    )
 
 
 def test_gradient_is_clipped_to_its_norm_and_told_before(world_results: Results) -> None:
