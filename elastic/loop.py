@@ -31,6 +31,7 @@ from elastic.errors import StartError
 from elastic.evaluate import Evaluation
 from elastic.identity import compare_ranks, fingerprint_dataset
 from elastic.loader import Loader, StepBatch, count_samples
+from elastic.models import check_model
 from elastic.nonfinite import check_skips
 from elastic.options import Settings
 from elastic.phases import Phase, Schedules, by_phase, make_optimizers, make_scaler, phases_of
@@ -72,7 +73,9 @@ class Training:
         run.max_steps = train.max_steps
         run.keep_best = settings.eval.keep_best
         seed_all(train.seed, run.device)
-        model = job.model().to(run.device)
+        model = job.model()
+        check_model(model, type(job).__name__)
+        model.to(run.device)
         optimizer = make_optimizers(job, model)
         phases = phases_of(job, optimizer)
         self._evaluation = self._prepare_evaluation()
@@ -239,9 +242,14 @@ class Training:
 
     def _check_monitor(self, model: nn.Module) -> None:
         """Look before the first step whether the evaluation will have what `eval.monitor` names. Collective."""
-        monitor = self.settings.eval.monitor
-        if monitor is None or self._evaluation is None:
+        monitor, is_off = self.settings.eval.monitor, self.settings.eval.every.is_off
+        if monitor is None or is_off:
             return
+        if self._evaluation is None:
+            raise StartError(
+                f"eval.monitor: found {monitor}, expected none: {type(self.job).__name__} has no eval_dataset() to take it "
+                "from; write one, or leave eval.monitor and eval.patience out"
+            )
         names = self._evaluation.names(model)
         if monitor not in names:
             raise StartError(f"eval.monitor: found {monitor}, expected one of {', '.join(names)}")

@@ -32,6 +32,7 @@ from elastic.faults import leave
 from elastic.identity import compare_ranks, fingerprint_dataset
 from elastic.limit import check_limit
 from elastic.loader import Loader, StepBatch, count_samples
+from elastic.models import check_shapes
 from elastic.opening import Session, Setup, code_hash, open_session
 from elastic.relapse import give_up_relapse
 from elastic.sampler import Plan
@@ -187,7 +188,7 @@ class OwnRun(Run):
             objects: optimizer, scheduler, scaler, and anything else with state_dict and load_state_dict.
 
         Raises:
-            StartError: The URL holds another run, or the model is not wrapped with DDP.
+            StartError: The URL holds another run, or the model is not wrapped with DDP, or not all of it has a shape.
         """
         if self._loader is None:
             raise StartError("run.attach: found no loader, expected run.loader(...) before it")
@@ -198,6 +199,7 @@ class OwnRun(Run):
             )
         plan = self._loader.plan
         plain = unwrap(model)
+        check_shapes(plain, "run.attach: model")
         parts = {
             "dataset": fingerprint_dataset(self._loader.dataset, plan.n, None),
             "model": model_fingerprint(plain),

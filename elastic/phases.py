@@ -4,6 +4,7 @@ Most jobs have one loss and one optimizer, which are one phase. What a job retur
 that the loop and the step know no other form than a list of phases.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -110,14 +111,38 @@ def make_scaler(
     return torch.amp.GradScaler(device.type)
 
 
+def _checked(scheduler: Any, unit: object) -> tuple[Any, object]:
+    """A scheduler and its unit, both such as the loop can step."""
+    kind = type(scheduler).__name__
+    if unit not in {"step", "epoch"}:
+        raise StartError(f"scheduler: found ({kind}, {unit!r}), expected 'step' or 'epoch' there")
+    step = getattr(scheduler, "step", None)
+    if not callable(step):
+        raise StartError(f"scheduler: found {kind}, expected one of torch.optim.lr_scheduler's")
+    try:
+        inspect.signature(step).bind()
+    except TypeError as error:
+        raise StartError(
+            f"scheduler: found {kind}, whose step() wants a metric, expected one whose step() wants nothing: a rate that "
+            "follows the step or the epoch"
+        ) from error
+    return scheduler, unit
+
+
 class Schedules:
     """The job's schedulers, each stepped with each step or at each epoch's end."""
 
     def __init__(self, given: Any) -> None:
-        """Take what `Job.scheduler` gave: one, `(one, "epoch")`, several by name, or None."""
+        """Take what `Job.scheduler` gave: one, `(one, "epoch")`, several by name, or None.
+
+        Raises:
+            StartError: It is something else, or wants a metric at its steps.
+        """
         self.given = given
         self._drivers = [
-            driver if isinstance(driver, tuple) else (driver, "step")
+            _checked(
+                *(driver if isinstance(driver, tuple) and len(driver) == 2 else (driver, "step"))
+            )
             for driver in by_phase(given).values()
             if driver is not None
         ]

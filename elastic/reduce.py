@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic.models import sparse_error
 from elastic.unreduced import refuse_unreduced
 from elastic.world import World
 
@@ -197,7 +198,11 @@ class PlainReducer:
         return cast("_T", value)
 
     def backward(self, term: Tensor, *, loss: Tensor | float, count: Tensor | float) -> None:
-        """Add the gradient of `term`; with the last micro-batch also this rank's numbers."""
+        """Add the gradient of `term`; with the last micro-batch also this rank's numbers.
+
+        Raises:
+            StartError: A gradient is sparse.
+        """
         self._loss, self._count = self._loss + loss, self._count + count
         out, self._out = self._out, None
         if not self._turn.last:
@@ -210,7 +215,12 @@ class PlainReducer:
         else:
             # The gradient of this addend with respect to the control parameter is the numbers
             # themselves, whatever the loss is: one that is not finite does not spoil the others.
-            (term + (out * self._numbers()).sum()).backward()
+            try:
+                (term + (out * self._numbers()).sum()).backward()
+            except NotImplementedError as error:
+                if "SparseTensorImpl" in str(error):  # DDP has no place for it in its buckets
+                    raise sparse_error() from error
+                raise
 
     def _numbers(self) -> Tensor:
         """Pack this rank's numbers on its device without waiting for it."""

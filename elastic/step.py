@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from elastic.agreement import Agreed, Request
 from elastic.errors import AttentionError, StartError
 from elastic.loader import MicroBatch, StepBatch
+from elastic.models import sparse_error
 from elastic.options import TrainOptions
 from elastic.phases import Phase
 from elastic.reduce import Reducer, Turn, frozen
@@ -111,7 +112,7 @@ class Stepper:
 
         Raises:
             AttentionError: Something is not finite and `train.on_nonfinite` is stop.
-            StartError: Some of a loss's values are Means and others are not.
+            StartError: Some of a loss's values are Means and others are not, or a gradient is sparse.
         """
         flags = request.pack()
         outcomes = [
@@ -242,6 +243,8 @@ class Stepper:
         if scaler is not None:
             scaler.unscale_(optimizer)
         gradients = [p.grad for p in parameters if p.grad is not None]
+        if any(gradient.is_sparse for gradient in gradients):
+            raise sparse_error()
         if scale is not None:
             torch._foreach_mul_(gradients, scale)  # one call for all tensors
         norm_tensor = get_total_norm(gradients)

@@ -19,7 +19,7 @@ from elastic.arithmetic import (
 )
 from elastic.errors import StartError
 from elastic.identity import compare_identity
-from elastic.options import TrainOptions
+from elastic.options import IDENTITY, TrainOptions
 from elastic.progress import Progress
 from tests.support.ranked import run_alone
 
@@ -135,6 +135,10 @@ def test_progress_of_the_first_version_is_read() -> None:
     tree = Progress(step=3).to_tree()
     del tree["arithmetic"], tree["bits_until"]
     assert Progress.from_tree(tree) == Progress(step=3)
+
+
+def test_every_key_of_it_may_be_accepted() -> None:
+    assert set(BITS) <= set(IDENTITY)
 
 
 def count_compiled() -> int:

@@ -1,11 +1,13 @@
 """Several losses with an optimizer each: exact in every world, by DDP and by the tree."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from elastic.agreement import Request
 from elastic.bitwise import TreeReducer
@@ -157,6 +159,20 @@ def test_losses_with_one_optimizer_without_a_name_are_refused() -> None:
     job = Gan()
     with pytest.raises(StartError, match="optimizer one without a name, expected an optimizer of"):
         phases_of(job, SGD(job.model().parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("driver", "message"),
+    [
+        (ReduceLROnPlateau, "scheduler: found ReduceLROnPlateau, whose step() wants a metric, expected"),
+        (lambda o: (StepLR(o, 1), "epochs"), "scheduler: found (StepLR, 'epochs'), expected 'step' or 'epoch' there"),
+        (lambda _: 0.1, "scheduler: found float, expected one of torch.optim.lr_scheduler's"),
+        (lambda o: [StepLR(o, 1)], "scheduler: found list, expected one of torch.optim.lr_scheduler's"),
+    ],
+)  # fmt: skip
+def test_scheduler_that_the_loop_cannot_step_is_refused(driver: Any, message: str) -> None:
+    with pytest.raises(StartError, match="^" + re.escape(message)):
+        Schedules(driver(SGD(Gan().model().parameters(), lr=0.1)))
 
 
 @pytest.mark.parametrize("given", [None, {}, {"disc": 1}, [1]])

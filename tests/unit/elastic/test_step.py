@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 from elastic.agreement import Agreed, Request
 from elastic.errors import AttentionError, StartError
 from elastic.loader import Loader
+from elastic.models import check_model
 from elastic.options import TrainOptions
 from elastic.phases import phases_of
 from elastic.reduce import PlainReducer
@@ -90,6 +91,17 @@ class Weightless(Tracer):
         return Mean(model(batch[0]).sum() * 0.0, 0)
 
 
+class Sparse(Tracer):
+    """A gradient that has the rows of the batch alone."""
+
+    def model(self) -> nn.Module:
+        return nn.Embedding(12, 1)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        loss: Tensor = nn.functional.embedding(batch[1], model.weight, sparse=True).mean()  # type: ignore[arg-type]
+        return loss
+
+
 class Jittered(Tracer):
     """Batches are moved by noise on their way to the device."""
 
@@ -118,7 +130,19 @@ class Noisy(Tracer):
 
 JOBS: dict[str, type[Tracer]] = {
     job.__name__: job
-    for job in (Tracer, Heavy, Wide, Normed, Half, Masks, Jittered, Noisy, Undecided, Weightless)
+    for job in (
+        Tracer,
+        Heavy,
+        Wide,
+        Normed,
+        Half,
+        Masks,
+        Jittered,
+        Noisy,
+        Sparse,
+        Undecided,
+        Weightless,
+    )
 }
 
 
@@ -210,6 +234,7 @@ CASES: dict[str, Case] = {
     "normed": Case(job="Normed", nan_item=10, on_nonfinite="skip", batch=6),
     "noisy": Case(job="Noisy"),
     "undecided": Case(job="Undecided", n=8, batch=8, micro=2),
+    "sparse": Case(job="Sparse"),
     "weightless": Case(job="Weightless"),
     "half": Case(job="Half", steps=1),
     "half weighted": Case(job="Half", steps=1, weighted=True),
@@ -316,6 +341,13 @@ def test_loss_that_is_a_mean_for_some_micro_batches_alone_is_refused(
         "loss: found Mean(sum, count) for some micro-batches of step 1 and a plain mean for others, expected one of the "
         "two for all; return Mean for each"
     )
+
+
+def test_sparse_gradient_is_refused_in_a_line(world_results: Results) -> None:
+    line = "gradients: found a sparse one, expected dense ones, which are summed, clipped and checked alike; make the "
+    assert world_results[0]["sparse"]["error"] == line + "embedding with sparse=False"
+    with pytest.raises(StartError, match=r"found a sparse one of 0\.weight, expected"):
+        check_model(nn.Sequential(nn.Embedding(2, 2, sparse=True)), "Sparse")
 
 
 def test_step_in_which_nothing_counts_says_so(world_results: Results) -> None:
