@@ -40,7 +40,7 @@ def make_optimizers(job: Job, model: nn.Module) -> Optimizers:
     """The job's optimizer, or several by name.
 
     Raises:
-        StartError: It is neither, or changes what is not the model's.
+        StartError: It is neither, changes what is not the model's, or wants more than gradients.
     """
     found: Any = job.optimizer(model)
     wrong = [type(o).__name__ for o in by_phase(found).values() if not isinstance(o, Optimizer)]
@@ -49,9 +49,14 @@ def make_optimizers(job: Job, model: nn.Module) -> Optimizers:
             f"{type(job).__name__}.optimizer: found {wrong[0] if wrong else 'an empty dict'}, expected "
             "a torch Optimizer, or a dict with one for each name of losses()"
         )
-    own = set(model.parameters())
+    own, kind = set(model.parameters()), type(job).__name__
     for optimizer in by_phase(found).values():
-        _check_parameters(optimizer, own, type(job).__name__)
+        if not _wants_nothing(optimizer.step):
+            raise StartError(
+                f"{kind}.optimizer: found {type(optimizer).__name__}, whose step() wants a closure, expected one whose step() "
+                "follows the gradients alone"
+            )
+        _check_parameters(optimizer, own, kind)
     return dict(found) if isinstance(found, Mapping) else cast("Optimizer", found)
 
 
@@ -111,6 +116,14 @@ def make_scaler(
     return torch.amp.GradScaler(device.type)
 
 
+def _wants_nothing(call: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(call).bind()
+    except TypeError:
+        return False
+    return True
+
+
 def _checked(scheduler: Any, unit: object) -> tuple[Any, object]:
     """A scheduler and its unit, both such as the loop can step."""
     kind = type(scheduler).__name__
@@ -119,13 +132,11 @@ def _checked(scheduler: Any, unit: object) -> tuple[Any, object]:
     step = getattr(scheduler, "step", None)
     if not callable(step):
         raise StartError(f"scheduler: found {kind}, expected one of torch.optim.lr_scheduler's")
-    try:
-        inspect.signature(step).bind()
-    except TypeError as error:
+    if not _wants_nothing(step):
         raise StartError(
             f"scheduler: found {kind}, whose step() wants a metric, expected one whose step() wants nothing: a rate that "
             "follows the step or the epoch"
-        ) from error
+        )
     return scheduler, unit
 
 

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.models import sparse_error
-from elastic.unreduced import refuse_unreduced
+from elastic.unreduced import FirstBackward, parts_error, refuse_unreduced
 from elastic.world import World
 
 __all__ = ["PlainReducer", "Reducer", "Totals", "Turn", "forward_reads_buffers", "frozen"]
@@ -150,6 +150,8 @@ class PlainReducer:
         every = list(plain.parameters())
         self._ddps: list[DistributedDataParallel | None] = []
         self._controls: list[nn.Parameter] = []
+        self._first: dict[int, FirstBackward] = {}
+        named = list(plain.named_parameters())
         for parameters in phases if len(phases) > 1 else [every]:
             control = nn.Parameter(torch.zeros(self._slots, device=world.device))
             self._controls.append(control)
@@ -168,6 +170,7 @@ class PlainReducer:
                     gradient_as_bucket_view=True,
                 )
             ddp.register_comm_hook(self, _sum_bucket)
+            self._first[len(self._ddps)] = FirstBackward((n, p) for n, p in named if p in own)
             self._ddps.append(ddp)
 
     def begin(self, phase: int, flags: Sequence[float]) -> None:
@@ -182,6 +185,9 @@ class PlainReducer:
     def turn(self, turn: Turn) -> Iterator[None]:
         """Around the forward and backward of one micro-batch: only the last one of a step is sent."""
         self._turn = turn
+        first = self._first.get(self._phase)
+        if first is not None:
+            first.begin()
         ddp = self._ddps[self._phase]
         if ddp is None or turn.last:
             yield
@@ -201,7 +207,7 @@ class PlainReducer:
         """Add the gradient of `term`; with the last micro-batch also this rank's numbers.
 
         Raises:
-            StartError: A gradient is sparse.
+            StartError: A gradient is sparse, or comes in parts.
         """
         self._loss, self._count = self._loss + loss, self._count + count
         out, self._out = self._out, None
@@ -217,9 +223,11 @@ class PlainReducer:
             # themselves, whatever the loss is: one that is not finite does not spoil the others.
             try:
                 (term + (out * self._numbers()).sum()).backward()
-            except NotImplementedError as error:
+            except RuntimeError as error:
                 if "SparseTensorImpl" in str(error):  # DDP has no place for it in its buckets
                     raise sparse_error() from error
+                if "mark a variable ready only once" in str(error):
+                    raise parts_error() from error
                 raise
 
     def _numbers(self) -> Tensor:
@@ -248,12 +256,16 @@ class PlainReducer:
         """The numbers of the step, summed over the ranks; waits for the device.
 
         Raises:
-            StartError: A parameter is not in the loss, so that DDP has not summed; names it.
+            StartError: A parameter is not in the loss, or its gradient came in parts, so that DDP has not summed
+                it; names it.
         """
         summed, control = self._summed, self._controls[self._phase]
         ddp = self._ddps[self._phase]
         if ddp is not None and control.grad is not None and not self._is_sent:
             refuse_unreduced(ddp, "use it, or set train.find_unused_parameters=true")
+        first = self._first.pop(self._phase, None)
+        if first is not None:
+            first.end()
         if control.grad is not None:
             summed = cast("list[float]", control.grad.tolist())
         self._world.has_gradients()

@@ -100,6 +100,8 @@ class Stepper:
         self._autocast = autocast(options.precision, world.device)
         self._parameters = [phase.parameters for phase in self._phases]
         self._foreign = [_others(reducer.model, phase, len(phases)) for phase in phases]
+        # What the reducer sums: it was made from the same parameters.
+        self._known = [{p for p in of if p.requires_grad} for of in self._parameters]
         self._own_losses: list[Tensor | float] = []
         self._buffers = buffers
         self._statistics = _statistics(reducer.model) if options.on_nonfinite != "stop" else []
@@ -112,7 +114,7 @@ class Stepper:
 
         Raises:
             AttentionError: Something is not finite and `train.on_nonfinite` is stop.
-            StartError: Some of a loss's values are Means and others are not, or a gradient is sparse.
+            StartError: Some of a loss's values are Means and others are not, or a gradient is sparse or not summed.
         """
         flags = request.pack()
         outcomes = [
@@ -243,6 +245,8 @@ class Stepper:
         if scaler is not None:
             scaler.unscale_(optimizer)
         gradients = [p.grad for p in parameters if p.grad is not None]
+        if self._world.world_size > 1:
+            self._check_known(index)
         if any(gradient.is_sparse for gradient in gradients):
             raise sparse_error()
         if scale is not None:
@@ -268,6 +272,17 @@ class Stepper:
         scaler.step(optimizer)
         scaler.update()
         return norm, scaler.get_scale() < before, None
+
+    def _check_known(self, index: int) -> None:
+        known = self._known[index]
+        for place, parameter in enumerate(self._parameters[index]):
+            if parameter.grad is not None and parameter not in known:
+                raise StartError(
+                    f"gradients: found one of parameter {place} of the optimizer{self._of_phase(index)}, shape "
+                    f"{tuple(parameter.shape)}, which asked for none when the model was made, expected those alone that did: "
+                    "it is not summed over the ranks; let model() give it requires_grad=True, freeze it later, and set "
+                    "train.find_unused_parameters=true"
+                )
 
     def _of_phase(self, index: int) -> str:
         return f" of phase {self._phases[index].name}" if len(self._phases) > 1 else ""

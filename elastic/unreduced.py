@@ -1,21 +1,69 @@
-"""Gradients that DDP did not sum: a backward in which a parameter had none left its bucket, and all behind it, unsent.
+"""Gradients that DDP did not sum, or not whole: refused before an optimizer would take them for the sum, and named.
 
-Each rank then holds gradients of its own, which an optimizer would take for the sum. Refused before that, and
-named; a parameter that the loss uses on some ranks alone is the same to the others, who wait for it.
+A backward in which a parameter had no gradient leaves its bucket, and all behind it, unsent; a parameter that the
+loss uses on some ranks alone is the same to the others, who wait for it. A gradient that comes in several parts is
+sent with its first one.
 """
 
+import functools
 import re
+from collections.abc import Iterable
 from typing import Any, Final, NoReturn
 
 import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.errors import StartError
 
-__all__ = ["check_reduced", "refuse_unreduced"]
+__all__ = ["FirstBackward", "check_reduced", "parts_error", "refuse_unreduced"]
 
 _SHOWN: Final = 4
 _INDICES: Final = re.compile(r"did not receive grad for rank \d+:([\d ]+)")
+
+
+class FirstBackward:
+    """Watches the backwards of a first step for gradients that come in parts; later ones are not slowed by it."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Watch what asks for a gradient."""
+        self._come: set[str] = set()
+        self._in_parts: str | None = None
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._note, name))
+            for name, parameter in named
+            if parameter.requires_grad
+        ]
+
+    def _note(self, name: str, _: Tensor) -> None:
+        if name in self._come and self._in_parts is None:
+            self._in_parts = name
+        self._come.add(name)
+
+    def begin(self) -> None:
+        """Before a forward; only the last one's backward is sent."""
+        self._come.clear()
+        self._in_parts = None
+
+    def end(self) -> None:
+        """After the last backward of the step; nothing is watched any more.
+
+        Raises:
+            StartError: A gradient came in parts; names the parameter.
+        """
+        for handle in self._handles:
+            handle.remove()
+        if self._in_parts is not None:
+            raise parts_error(self._in_parts)
+
+
+def parts_error(name: str | None = None) -> StartError:
+    """The error that says what to do about a gradient in parts, of a parameter where it is known."""
+    of = "one" if name is None else f"that of {name}"
+    return StartError(
+        f"gradients: found {of} in parts in one backward, expected it whole: of such DDP sums the first part alone; with "
+        "checkpoint() use use_reentrant=False, and leave backward() to the runner"
+    )
 
 
 def check_reduced(ddp: DistributedDataParallel, way_out: str) -> None:

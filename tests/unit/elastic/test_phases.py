@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from elastic.agreement import Request
@@ -183,6 +183,18 @@ def test_what_is_no_optimizer_is_refused(given: Any) -> None:
 
     with pytest.raises(StartError, match=r"^Wrong.optimizer: found .*, expected a torch Optimizer"):
         make_optimizers(Wrong(), Gan().model())
+
+
+def test_optimizer_that_wants_a_closure_is_refused() -> None:
+    class Closed(Gan):
+        def optimizer(self, model: nn.Module) -> Any:
+            return LBFGS(model.parameters())
+
+    with pytest.raises(
+        StartError,
+        match=r"^Closed.optimizer: found LBFGS, whose step\(\) wants a closure, expected",
+    ):
+        make_optimizers(Closed(), Gan().model())
 
 
 def test_optimizer_with_a_parameter_that_is_not_the_models_is_refused() -> None:

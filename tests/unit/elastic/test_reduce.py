@@ -1,5 +1,6 @@
 """Gradients and control numbers, summed over real ranks."""
 
+import functools
 import math
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import StartError
 from elastic.reduce import PlainReducer, Turn, forward_reads_buffers, frozen
@@ -100,6 +102,7 @@ def exercise(world: World) -> dict[str, Any]:
     found["parts"] = (gradient(net), reducer.finish().loss, parts[1])
     found["unused"] = exercise_unused(world)
     found["refused"] = exercise_refusals(world) if world.world_size > 1 else []
+    found["in parts"] = exercise_parts(world)
     found["lacking"] = lack_on_all_but_one(world)
     found["phases"] = exercise_phases(world)
     found["codes"], found["own statistics"] = send_buffers(world)
@@ -139,6 +142,31 @@ def exercise_refusals(world: World) -> list[str]:
                     reducer.backward(forward(reducer, x), loss=1.0, count=1.0)
             with reducer.turn(LAST):
                 reducer.backward(forward(reducer, x, spare=False), loss=1.0, count=1.0)
+            reducer.finish()
+        except StartError as error:
+            told.append(str(error))
+    return told
+
+
+def in_parts(model: nn.Module, x: Tensor) -> Tensor:
+    one, other = (checkpoint(model, x * factor, use_reentrant=True) for factor in (1.0, 2.0))
+    product: Tensor = one.sum() * other.sum()
+    return product
+
+
+def exercise_parts(world: World) -> list[str]:
+    """What is said of a weight that is in two reentrant checkpoints, with and without a search for unused ones."""
+    told = []
+    for find_unused in (False, True):
+        net = Net()
+        reducer = PlainReducer(net, world, compiled=None, find_unused=find_unused)
+        x = torch.full((1, 2), world.rank + 1.0, requires_grad=True)
+        reducer.begin(0, [])
+        try:
+            for turn in (FIRST, LAST):
+                with reducer.turn(turn):
+                    twice = reducer.forward(functools.partial(in_parts, x=x))
+                    reducer.backward(twice, loss=1.0, count=1.0)
             reducer.finish()
         except StartError as error:
             told.append(str(error))
@@ -253,6 +281,20 @@ def test_parameter_that_is_not_in_the_loss_is_refused_where_ddp_does_not_sum(
     for found in worlds:
         ways = ["use it, or set train.find_unused_parameters=true"] * 2 + ["mend it"]
         assert found["refused"] == ([line + way for way in ways] if len(worlds) > 1 else [])
+
+
+def test_gradient_that_comes_in_parts_is_refused_where_ddp_sums_one_of_them(
+    worlds: list[dict[str, Any]],
+) -> None:
+    for found in worlds:
+        if len(worlds) == 1:
+            assert found["in parts"] == []
+        else:
+            known, unknown = found["in parts"]
+            assert known.startswith("gradients: found that of ")
+            assert unknown.startswith(
+                "gradients: found one in parts in one backward, expected it whole"
+            )
 
 
 def test_parameter_that_is_in_one_ranks_loss_alone_is_refused_by_the_others(

@@ -102,6 +102,20 @@ class Sparse(Tracer):
         return loss
 
 
+class Thawing(Tracer):
+    """A bias that asks for a gradient from its first loss on, and not before."""
+
+    def model(self) -> nn.Module:
+        model = nn.Linear(1, 1)
+        model.bias.requires_grad_(False)
+        return model
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        model.requires_grad_(True)
+        loss: Tensor = model(batch[0].float()[:, None]).mean()
+        return loss
+
+
 class Jittered(Tracer):
     """Batches are moved by noise on their way to the device."""
 
@@ -140,6 +154,7 @@ JOBS: dict[str, type[Tracer]] = {
         Jittered,
         Noisy,
         Sparse,
+        Thawing,
         Undecided,
         Weightless,
     )
@@ -235,6 +250,7 @@ CASES: dict[str, Case] = {
     "noisy": Case(job="Noisy"),
     "undecided": Case(job="Undecided", n=8, batch=8, micro=2),
     "sparse": Case(job="Sparse"),
+    "thawing": Case(job="Thawing"),
     "weightless": Case(job="Weightless"),
     "half": Case(job="Half", steps=1),
     "half weighted": Case(job="Half", steps=1, weighted=True),
@@ -262,7 +278,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 Results = list[dict[str, Any]]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "normed"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in {"normed", "thawing"}])
 def test_every_rank_has_the_same_outcome(world_results: Results, name: str) -> None:
     assert all(str(found[name]) == str(world_results[0][name]) for found in world_results)
 
@@ -348,6 +364,17 @@ def test_sparse_gradient_is_refused_in_a_line(world_results: Results) -> None:
     assert world_results[0]["sparse"]["error"] == line + "embedding with sparse=False"
     with pytest.raises(StartError, match=r"found a sparse one of 0\.weight, expected"):
         check_model(nn.Sequential(nn.Embedding(2, 2, sparse=True)), "Sparse")
+
+
+def test_gradient_that_no_reducer_knows_is_refused(world_results: Results) -> None:
+    for found in world_results:
+        if len(world_results) == 1:
+            assert len(found["thawing"]["weights"]) == 3
+        else:
+            assert (
+                "one of parameter 1 of the optimizer, shape (1,), which asked for none"
+                in found["thawing"]["error"]
+            )
 
 
 def test_step_in_which_nothing_counts_says_so(world_results: Results) -> None:
