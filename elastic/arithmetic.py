@@ -10,9 +10,10 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from elastic.options import TrainOptions
@@ -21,6 +22,7 @@ from elastic.progress import Progress
 __all__ = [
     "BITS",
     "check_machine",
+    "compile_each_shape",
     "describe_machine",
     "fix_arithmetic",
     "identity",
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 # What chooses kernels at run time; where one is set, it is part of the kind of processor.
 _CHOOSERS: Final = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
+_SHAPES: Final = 1 << 20
+"""So many shapes are compiled each by itself: as good as all."""
 BITS: Final = (
     "train.reproducible",
     "train.logical_shards",
@@ -60,6 +64,18 @@ def fix_arithmetic(threads: int | None) -> int:
     count = threads or 1
     torch.set_num_threads(count)
     return count
+
+
+def compile_each_shape(model: nn.Module) -> nn.Module:
+    """Compile the model for each shape by itself, however many there are.
+
+    By itself torch would compile for the shapes that it happens to see first, and run those beyond the eighth
+    uncompiled: with other bits, that depend on what this process has seen.
+    """
+    from torch._dynamo import config  # a third of a worker's start
+
+    config.recompile_limit = config.accumulated_recompile_limit = _SHAPES
+    return cast("nn.Module", torch.compile(model, dynamic=False))
 
 
 def pin_optimizer(optimizer: Optimizer) -> str:

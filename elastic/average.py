@@ -2,7 +2,7 @@
 
 Promises: after each applied step `average = decay * average + (1 - decay) * weights`, without warm-up,
 from the first weights on; every rank holds the same. The two sets are never mixed: while the model
-shows the average (an evaluation), what is asked for the weights still gets the weights. Floating buffers
+shows the average (an evaluation), what is asked for the weights still gets the weights. Floating and complex buffers
 are averaged as parameters are, other buffers are the model's own. Half precision is averaged as float32.
 """
 
@@ -116,7 +116,7 @@ def _places(model: nn.Module) -> list[_Place]:
         except AttributeError:
             continue  # an entry that a module makes up for its state
         tensor = _tensor(owner, key)
-        if tensor is None or not tensor.is_floating_point():
+        if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         if id(tensor) in found:
             found[id(tensor)].names.append(plain)

@@ -10,7 +10,6 @@ all, so that its optimizer leaves it alone, as in plain torch.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
@@ -19,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from elastic.errors import StartError
+from elastic.flats import Buffer, Flat
 from elastic.reduce import Totals, Turn
 from elastic.tree import Node, merges, nodes_of, owned, siblings
 from elastic.world import World
@@ -27,8 +28,6 @@ __all__ = ["TreeReducer"]
 
 _T = TypeVar("_T")
 
-_ALIGN: Final = 16
-"""Each parameter begins at a multiple of this many elements, as kernels like it."""
 _CHUNK_BYTES: Final = 8 << 20
 """Slices of one chunk travel while the one before it is added up."""
 
@@ -48,12 +47,13 @@ class TreeReducer:
         """Reduce each phase's `parameters`; `model` is what a job's loss calls, compiled or not."""
         self.model = model
         self._world, self._shards = world, shards
-        self._phases = [_Flat(list(of), world.world_size) for of in parameters]
+        self._phases = [Flat(list(of), world.world_size) for of in parameters]
         self._flat = self._phases[0]
         self._chunk_bytes = chunk_bytes
         self._own = owned(world.rank, world.world_size, shards)
         self._turn: Turn | None = None
-        self._tree: list[tuple[Node, _Buffer]] = []
+        self._adds = False
+        self._tree: list[tuple[Node, Buffer]] = []
         self._losses: dict[int, Tensor | float] = {}
         self._counts: dict[int, Tensor | float] = {}
         self._flags: Sequence[float] = ()
@@ -71,6 +71,7 @@ class TreeReducer:
     def turn(self, turn: Turn) -> Iterator[None]:
         """Around one micro-batch: its gradients go into the buffer of its shard's subtree."""
         self._turn = turn
+        self._flat.begin_turn()
         if turn.opens:
             self._open(turn)
         yield
@@ -80,8 +81,10 @@ class TreeReducer:
     def _open(self, turn: Turn) -> None:
         """Point the parameters' gradients at the buffer that the shard's are added into."""
         pair = self._tree and siblings(self._tree[-1][0], Node(turn.shard, 1))
-        # Into its left neighbour's at once: one micro-batch makes one addition, the tree's own.
-        if not (pair and turn.closes):
+        # Into its left neighbour's at once: one micro-batch makes one addition, the tree's own, unless its
+        # gradients come in parts.
+        self._adds = bool(pair) and turn.closes and not self._flat.in_parts
+        if not self._adds:
             buffer = self._flat.take()
             buffer.clear()
             self._tree.append((Node(turn.shard, 1), buffer))
@@ -104,13 +107,28 @@ class TreeReducer:
         return call(self.model)
 
     def backward(self, term: Tensor, *, loss: Tensor | float, count: Tensor | float) -> None:
-        """Add the gradient of `term`, and the shard's numbers in float64."""
+        """Add the gradient of `term`, and the shard's numbers in float64.
+
+        Raises:
+            StartError: A gradient came in parts, which was known too late; names the parameter.
+        """
         if self._turn is None:
             raise ValueError("backward: found no turn, expected one around it")
         term.backward()
+        if self._adds and self._flat.in_parts:
+            raise StartError(
+                f"train.reproducible: the gradient of parameter {self._name(self._flat.in_parts[0])} came in parts in a "
+                "later shard and not in the first, expected it whole, or in parts in each; with checkpoint() use "
+                "use_reentrant=False"
+            )
         shard = self._turn.shard
         self._losses[shard] = self._losses.get(shard, 0.0) + _double(loss)
         self._counts[shard] = self._counts.get(shard, 0.0) + _double(count)
+
+    def _name(self, number: int) -> str:
+        wanted = self._flat.parameters[number]
+        named = self.model.named_parameters()
+        return next((name for name, parameter in named if parameter is wanted), f"number {number}")
 
     def finish(self) -> Totals:
         """Finish the tree together with the other ranks. Collective."""
@@ -146,8 +164,8 @@ class TreeReducer:
 
     def _exchange(
         self,
-        buffers: Sequence["_Buffer"],
-        result: "_Buffer",
+        buffers: Sequence[Buffer],
+        result: Buffer,
         counts: Sequence[int],
         order: Sequence[tuple[int, int]],
     ) -> None:
@@ -244,96 +262,7 @@ class _Numbers:
         return Totals(loss=loss, count=count, flags=tuple(summed)), present, used
 
 
-# ------------------------------------------------------------------------------------------- buffers
-@dataclass(slots=True)
-class _Buffer:
-    """The gradients of a phase in one row, a tensor for each type of parameter, and views of it."""
-
-    flats: list[Tensor]
-    views: list[Tensor]
-
-    def clear(self) -> None:
-        for flat in self.flats:
-            flat.zero_()
-
-    def add(self, other: "_Buffer") -> None:
-        for flat, more in zip(self.flats, other.flats, strict=True):
-            flat.add_(more)
-
-
-class _Flat:
-    """The flat buffers of one phase's parameters."""
-
-    def __init__(self, parameters: list[nn.Parameter], world_size: int) -> None:
-        self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
-        self.used = [False] * len(self.parameters)
-        self._world_size = world_size
-        self._free: list[_Buffer] = []
-        self._received: dict[int, Tensor] = {}
-        kinds = dict.fromkeys((p.dtype, p.device) for p in self.parameters)
-        self._kinds = {kind: place for place, kind in enumerate(kinds)}
-        self._sizes = [0] * len(kinds)
-        self._places: list[tuple[int, int]] = []
-        for number, parameter in enumerate(self.parameters):
-            kind = self._kinds[parameter.dtype, parameter.device]
-            self._places.append((kind, self._sizes[kind]))
-            self._sizes[kind] += -(-parameter.numel() // _ALIGN) * _ALIGN
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._note, number))
-        # Every rank owns a slice of each chunk, all of one length.
-        self._sizes = [-(-size // world_size) * world_size for size in self._sizes]
-
-    def _note(self, number: int, _: Tensor) -> None:
-        self.used[number] = True
-
-    def forget(self) -> None:
-        """Before the first shard: nothing is used yet."""
-        self.used[:] = [False] * len(self.used)
-
-    def take(self) -> _Buffer:
-        """A free buffer, made where there is none."""
-        if self._free:
-            return self._free.pop()
-        flats = [
-            torch.zeros(size, dtype=dtype, device=device)
-            for size, (dtype, device) in zip(self._sizes, self._kinds, strict=True)
-        ]
-        views = [
-            flats[kind][start : start + parameter.numel()].view(parameter.shape)
-            for parameter, (kind, start) in zip(self.parameters, self._places, strict=True)
-        ]
-        return _Buffer(flats, views)
-
-    def give_back(self, buffer: _Buffer) -> None:
-        """Its content stays readable until the next step takes it."""
-        self._free.append(buffer)
-
-    def point_at(self, buffer: _Buffer) -> None:
-        """Let backwards add into a buffer."""
-        for parameter, view in zip(self.parameters, buffer.views, strict=True):
-            parameter.grad = view
-
-    def show(self, buffer: _Buffer, used: Sequence[bool]) -> None:
-        """Let the optimizer see the sums; None where no shard used a parameter."""
-        for parameter, view, is_used in zip(self.parameters, buffer.views, used, strict=True):
-            parameter.grad = view if is_used else None
-
-    def received(self, kind: int, nodes: int) -> Tensor:
-        """Room for all nodes' parts of this rank's slices."""
-        needed = nodes * (self._sizes[kind] // self._world_size)
-        room = self._received.get(kind)
-        if room is None or len(room) < needed:
-            dtype, device = list(self._kinds)[kind]
-            room = self._received[kind] = torch.empty(needed, dtype=dtype, device=device)
-        return room
-
-    def chunks(self, kind: int, chunk_bytes: int) -> list[tuple[int, int]]:
-        """Where a flat tensor is cut; each chunk is a multiple of the ranks."""
-        dtype, _ = list(self._kinds)[kind]
-        size, unit = self._sizes[kind], self._world_size
-        length = max(1, chunk_bytes // dtype.itemsize // unit) * unit
-        return [(start, min(start + length, size)) for start in range(0, size, length)]
-
-
+# -------------------------------------------------------------------------------------------- rounds
 @dataclass(kw_only=True, slots=True)
 class _Round:
     """One chunk on its way: from every rank's subtrees to the sum on every rank."""

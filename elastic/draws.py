@@ -137,6 +137,10 @@ class Mixed:
         self._n, self.length = n, _length_of(asked, n)
         self._lengths = _checked_parts(n, asked.weights, lengths)
         self._counts = _share_out(self.length, asked.weights)
+        for part, (weight, count) in enumerate(zip(asked.weights, self._counts, strict=True)):
+            if weight and not count:
+                found = f"{weight} for part {part}, which is no draw of an epoch's {self.length}"
+                raise StartError(f"Mixture.weights: found {found}, expected 0, or more samples=")
         self._begins = np.concatenate([[0], np.cumsum(self._lengths)])
         self._ends = np.cumsum(self._counts)
 

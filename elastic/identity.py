@@ -8,7 +8,14 @@ than the run began with.
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
 from typing import Any, Final
+from uuid import UUID
 
 import torch
 from torch import Tensor
@@ -21,6 +28,8 @@ __all__ = ["compare_identity", "compare_ranks", "fingerprint_dataset"]
 
 _PROBES: Final = 8
 _PROBE_KEY: Final = 0x5EED
+_BY_TEXT: Final = (complex, range, Enum, PurePath, date, time, timedelta, Decimal, Fraction, UUID)
+"""What its text tells exactly, the same in every process."""
 
 
 def fingerprint_dataset(dataset: Dataset[Any], n: int, own: str | None) -> dict[str, Any]:
@@ -40,9 +49,7 @@ def _probe(dataset: Dataset[Any], index: int) -> str:
     digests = []
     for _ in range(2):
         seed_all(mix(_PROBE_KEY, index))
-        digest = hashlib.sha256()
-        _feed(digest.update, dataset[index])
-        digests.append(digest.hexdigest()[:16])
+        digests.append(_digest(dataset[index]).hex()[:16])
     return digests[0] if digests[0] == digests[1] else "random"
 
 
@@ -65,7 +72,19 @@ def _feed(update: Any, value: Any) -> None:
             f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', getattr(value, 'size', ''))}".encode()
         )
         update(value.tobytes())
-    elif isinstance(value, Mapping):
+    elif isinstance(value, bool | int | str | bytes | None):
+        update(repr(value).encode())
+    elif isinstance(value, float):
+        update(struct.pack("<d", value))
+    elif isinstance(value, _BY_TEXT):
+        update(str(value).encode())
+    else:
+        _feed_parts(update, value)
+
+
+def _feed_parts(update: Any, value: Any) -> None:
+    """Hash what a container or a dataclass holds."""
+    if isinstance(value, Mapping):
         update(str(len(value)).encode())
         for key in sorted(value, key=str):
             update(repr(key).encode() if isinstance(key, str | int) else str(key).encode())
@@ -74,10 +93,21 @@ def _feed(update: Any, value: Any) -> None:
         update(str(len(value)).encode())
         for item in value:
             _feed(update, item)
-    elif isinstance(value, bool | int | str | bytes | None):
-        update(repr(value).encode())
-    elif isinstance(value, float):
-        update(struct.pack("<d", value))
+    elif isinstance(value, set | frozenset):
+        update(str(len(value)).encode())
+        for digest in sorted(_digest(item) for item in value):  # their order is the process' own
+            update(digest)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            if part.compare:
+                update(part.name.encode())
+                _feed(update, getattr(value, part.name))
+
+
+def _digest(value: Any) -> bytes:
+    digest = hashlib.sha256()
+    _feed(digest.update, value)
+    return digest.digest()
 
 
 def compare_ranks(told: Sequence[Mapping[str, Any]]) -> None:

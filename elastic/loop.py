@@ -16,6 +16,7 @@ from torch import nn
 from elastic.agreement import REQUEST_SLOTS
 from elastic.arithmetic import (
     check_machine,
+    compile_each_shape,
     describe_machine,
     end_promise,
     fix_arithmetic,
@@ -30,6 +31,7 @@ from elastic.errors import StartError
 from elastic.evaluate import Evaluation
 from elastic.identity import compare_ranks, fingerprint_dataset
 from elastic.loader import Loader, StepBatch, count_samples
+from elastic.models import check_model
 from elastic.nonfinite import check_skips
 from elastic.options import Settings
 from elastic.phases import Phase, Schedules, by_phase, make_optimizers, make_scaler, phases_of
@@ -38,7 +40,7 @@ from elastic.sampler import Plan
 from elastic.saving import Clocked, is_due, is_due_at_epoch_end
 from elastic.seeding import kept_random_state, seed_all
 from elastic.shards import ShardBuffers
-from elastic.step import Stepper, autocast
+from elastic.step import KIND_SLOTS, Stepper, autocast
 from elastic.tree import owned
 from elastic.weights import model_fingerprint
 from jobs.job import Job, Optimizers
@@ -71,7 +73,9 @@ class Training:
         run.max_steps = train.max_steps
         run.keep_best = settings.eval.keep_best
         seed_all(train.seed, run.device)
-        model = job.model().to(run.device)
+        model = job.model()
+        check_model(model, type(job).__name__)
+        model.to(run.device)
         optimizer = make_optimizers(job, model)
         phases = phases_of(job, optimizer)
         self._evaluation = self._prepare_evaluation()
@@ -238,9 +242,14 @@ class Training:
 
     def _check_monitor(self, model: nn.Module) -> None:
         """Look before the first step whether the evaluation will have what `eval.monitor` names. Collective."""
-        monitor = self.settings.eval.monitor
-        if monitor is None or self._evaluation is None:
+        monitor, is_off = self.settings.eval.monitor, self.settings.eval.every.is_off
+        if monitor is None or is_off:
             return
+        if self._evaluation is None:
+            raise StartError(
+                f"eval.monitor: found {monitor}, expected none: {type(self.job).__name__} has no eval_dataset() to take it "
+                "from; write one, or leave eval.monitor and eval.patience out"
+            )
         names = self._evaluation.names(model)
         if monitor not in names:
             raise StartError(f"eval.monitor: found {monitor}, expected one of {', '.join(names)}")
@@ -288,10 +297,10 @@ class Training:
                 ]
             )
         compiled: nn.Module | None = None
-        if train.compile:
-            # By itself torch would compile for the shapes that it happens to see first.
-            dynamic = False if self._bitwise else None
-            compiled = cast("nn.Module", torch.compile(self.model, dynamic=dynamic))
+        if train.compile and self._bitwise:
+            compiled = compile_each_shape(self.model)
+        elif train.compile:
+            compiled = cast("nn.Module", torch.compile(self.model))
         if self._bitwise:
             return TreeReducer(
                 self.model if compiled is None else compiled,
@@ -307,7 +316,7 @@ class Training:
             phases=[phase.parameters for phase in phases],
             flags=REQUEST_SLOTS
             + run.paces.slots
-            + 1
+            + KIND_SLOTS
             + (self._buffers.slots if self._buffers else 0),
             merges_buffers=self._buffers is not None,
         )

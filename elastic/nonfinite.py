@@ -84,4 +84,5 @@ def _first(value: object, path: str) -> str | None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    has_values = tensor.is_floating_point() or tensor.is_complex()
+    return not has_values or bool(torch.isfinite(tensor).all())

@@ -9,7 +9,7 @@ import math
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from checkpoints.errors import OptionError
 from checkpoints.options import (
@@ -42,6 +42,23 @@ _DURATIONS: Mapping[str, Callable[[object], float | None]] = {
     "hang_after": parse_limit,
     "hang_after_long": parse_duration,
 }
+IDENTITY: Final = (
+    "job",
+    "dataset",
+    "sampling",
+    "train.seed",
+    "train.order",
+    "train.global_batch_size",
+    "train.drop_last",
+    "train.reproducible",
+    "train.logical_shards",
+    "train.micro_batch_size",
+    "train.precision",
+    "train.compile",
+    "train.threads",
+    "train.fused",
+)
+"""The keys of a run's identity that `run.accept` may name; the model is never accepted."""
 _UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
 # Hard faults must end the worker, and these are the interpreter's own tools: a handler that only notes them would loop for ever.
 _FAULTS = frozenset({"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGCHLD"})
@@ -86,7 +103,7 @@ class TrainOptions:
     compile: bool = False
     """Run the model through torch.compile."""
     find_unused_parameters: bool = False
-    """Let DDP look for parameters that a forward did not use."""
+    """Let DDP look for parameters that a forward did not use; without it these are refused where there are several ranks."""
     threads: int | None = None
     """Threads of one worker's CPU arithmetic; by default what OMP_NUM_THREADS says, else the cores shared, with `bitwise` 1."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
@@ -197,6 +214,11 @@ class RunOptions:
 
     accept: tuple[str, ...] = ()
     """Keys of the run's identity that may differ from what the run began with."""
+
+    def __post_init__(self) -> None:
+        """Check that such keys exist: one that does not would accept nothing."""
+        for key in self.accept:
+            _require("accept", key, f"one of {', '.join(IDENTITY)}", holds=key in IDENTITY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

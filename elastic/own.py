@@ -32,10 +32,12 @@ from elastic.faults import leave
 from elastic.identity import compare_ranks, fingerprint_dataset
 from elastic.limit import check_limit
 from elastic.loader import Loader, StepBatch, count_samples
+from elastic.models import check_shapes
 from elastic.opening import Session, Setup, code_hash, open_session
 from elastic.relapse import give_up_relapse
 from elastic.sampler import Plan
 from elastic.seeding import mix, seed_all
+from elastic.unreduced import check_reduced
 from elastic.watching import stand, watch
 from elastic.weights import model_fingerprint, unwrap
 from jobs.sampling import Sampling
@@ -138,6 +140,7 @@ class OwnRun(Run):
         super().__init__(session, setup, code=code, prepare=lambda: None)
         self._loader: OwnLoader | None = None
         self._part: StepBatch | None = None
+        self._ddp: DistributedDataParallel | None = None
 
     def loader(
         self,
@@ -185,7 +188,7 @@ class OwnRun(Run):
             objects: optimizer, scheduler, scaler, and anything else with state_dict and load_state_dict.
 
         Raises:
-            StartError: The URL holds another run, or the model is not wrapped with DDP.
+            StartError: The URL holds another run, or the model is not wrapped with DDP, or not all of it has a shape.
         """
         if self._loader is None:
             raise StartError("run.attach: found no loader, expected run.loader(...) before it")
@@ -196,6 +199,7 @@ class OwnRun(Run):
             )
         plan = self._loader.plan
         plain = unwrap(model)
+        check_shapes(plain, "run.attach: model")
         parts = {
             "dataset": fingerprint_dataset(self._loader.dataset, plan.n, None),
             "model": model_fingerprint(plain),
@@ -217,6 +221,7 @@ class OwnRun(Run):
         self.restore(lambda: None)
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(self, _sum_weighed)
+            self._ddp = model
 
     def step(self, loss: Tensor | float | None = None, **values: float) -> None:  # type: ignore[override]  # the design's name for both: steps done is `steps`
         """End a step: count it, save if due, look for signals, show progress. Collective.
@@ -224,11 +229,16 @@ class OwnRun(Run):
         Args:
             loss: The mean over the batch that the loader gave; what is logged is the mean over all ranks.
             values: Further numbers for the step's journal line.
+
+        Raises:
+            StartError: A parameter was not in the loss, so that DDP has not summed; names it.
         """
         part = self._part
         if part is None:
             raise ElasticError("run.step: found no batch taken from run.loader, expected one")
         self.world.has_gradients()
+        if self._ddp is not None:
+            check_reduced(self._ddp, "use it, or give DDP find_unused_parameters=True")
         self._part = None
         own = sum(micro.samples for micro in part.micro_batches)
         share = 0.0 if loss is None or not own else _number(loss) * own

@@ -4,6 +4,7 @@ Most jobs have one loss and one optimizer, which are one phase. What a job retur
 that the loop and the step know no other form than a list of phases.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ def make_optimizers(job: Job, model: nn.Module) -> Optimizers:
     """The job's optimizer, or several by name.
 
     Raises:
-        StartError: It is neither.
+        StartError: It is neither, changes what is not the model's, or wants more than gradients.
     """
     found: Any = job.optimizer(model)
     wrong = [type(o).__name__ for o in by_phase(found).values() if not isinstance(o, Optimizer)]
@@ -48,7 +49,26 @@ def make_optimizers(job: Job, model: nn.Module) -> Optimizers:
             f"{type(job).__name__}.optimizer: found {wrong[0] if wrong else 'an empty dict'}, expected "
             "a torch Optimizer, or a dict with one for each name of losses()"
         )
+    own, kind = set(model.parameters()), type(job).__name__
+    for optimizer in by_phase(found).values():
+        if not _wants_nothing(optimizer.step):
+            raise StartError(
+                f"{kind}.optimizer: found {type(optimizer).__name__}, whose step() wants a closure, expected one whose step() "
+                "follows the gradients alone"
+            )
+        _check_parameters(optimizer, own, kind)
     return dict(found) if isinstance(found, Mapping) else cast("Optimizer", found)
+
+
+def _check_parameters(optimizer: Optimizer, own: set[nn.Parameter], kind: str) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter not in own:
+                raise StartError(
+                    f"{kind}.optimizer: found a parameter that is not the model's (group {number}, place {place}, shape "
+                    f"{tuple(parameter.shape)}), expected model.parameters() alone: it would be neither summed over the "
+                    "ranks nor saved; make it part of model()"
+                )
 
 
 def by_phase(given: Any) -> dict[str, Any]:
@@ -96,14 +116,44 @@ def make_scaler(
     return torch.amp.GradScaler(device.type)
 
 
+def _wants_nothing(call: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(call).bind()
+    except TypeError:
+        return False
+    return True
+
+
+def _checked(scheduler: Any, unit: object) -> tuple[Any, object]:
+    """A scheduler and its unit, both such as the loop can step."""
+    kind = type(scheduler).__name__
+    if unit not in {"step", "epoch"}:
+        raise StartError(f"scheduler: found ({kind}, {unit!r}), expected 'step' or 'epoch' there")
+    step = getattr(scheduler, "step", None)
+    if not callable(step):
+        raise StartError(f"scheduler: found {kind}, expected one of torch.optim.lr_scheduler's")
+    if not _wants_nothing(step):
+        raise StartError(
+            f"scheduler: found {kind}, whose step() wants a metric, expected one whose step() wants nothing: a rate that "
+            "follows the step or the epoch"
+        )
+    return scheduler, unit
+
+
 class Schedules:
     """The job's schedulers, each stepped with each step or at each epoch's end."""
 
     def __init__(self, given: Any) -> None:
-        """Take what `Job.scheduler` gave: one, `(one, "epoch")`, several by name, or None."""
+        """Take what `Job.scheduler` gave: one, `(one, "epoch")`, several by name, or None.
+
+        Raises:
+            StartError: It is something else, or wants a metric at its steps.
+        """
         self.given = given
         self._drivers = [
-            driver if isinstance(driver, tuple) else (driver, "step")
+            _checked(
+                *(driver if isinstance(driver, tuple) and len(driver) == 2 else (driver, "step"))
+            )
             for driver in by_phase(given).values()
             if driver is not None
         ]

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.errors import StartError
+from elastic.models import sparse_error
+from elastic.unreduced import FirstBackward, parts_error, refuse_unreduced
 from elastic.world import World
 
 __all__ = ["PlainReducer", "Reducer", "Totals", "Turn", "forward_reads_buffers", "frozen"]
@@ -128,7 +129,7 @@ class PlainReducer:
         compiled: nn.Module | None,
         find_unused: bool,
         phases: Sequence[Sequence[nn.Parameter]] = (),
-        flags: int = 13,
+        flags: int = 16,
         merges_buffers: bool = False,
     ) -> None:
         """Wrap `plain` (on its device); `compiled` runs in its place where it was compiled.
@@ -154,11 +155,12 @@ class PlainReducer:
         self._summed: list[float] | None = None
         self._phase = 0
         self._out: Tensor | None = None
-        self._plain = plain
         self._sent = _Sent(world)
         every = list(plain.parameters())
         self._ddps: list[DistributedDataParallel | None] = []
         self._controls: list[nn.Parameter] = []
+        self._first: dict[int, FirstBackward] = {}
+        named = list(plain.named_parameters())
         for parameters in phases if len(phases) > 1 else [every]:
             control = nn.Parameter(torch.zeros(self._slots, device=world.device))
             self._controls.append(control)
@@ -177,6 +179,7 @@ class PlainReducer:
                     gradient_as_bucket_view=True,
                 )
             ddp.register_comm_hook(self._sent, _sum_bucket)
+            self._first[len(self._ddps)] = FirstBackward((n, p) for n, p in named if p in own)
             self._ddps.append(ddp)
 
     def begin(self, phase: int, flags: Sequence[float]) -> None:
@@ -191,6 +194,9 @@ class PlainReducer:
     def turn(self, turn: Turn) -> Iterator[None]:
         """Around the forward and backward of one micro-batch: only the last one of a step is sent."""
         self._turn = turn
+        first = self._first.get(self._phase)
+        if first is not None:
+            first.begin()
         ddp = self._ddps[self._phase]
         if ddp is None or turn.last:
             yield
@@ -207,7 +213,11 @@ class PlainReducer:
         return cast("_T", value)
 
     def backward(self, term: Tensor, *, loss: Tensor | float, count: Tensor | float) -> None:
-        """Add the gradient of `term`; with the last micro-batch also this rank's numbers."""
+        """Add the gradient of `term`; with the last micro-batch also this rank's numbers.
+
+        Raises:
+            StartError: A gradient is sparse, or comes in parts.
+        """
         self._loss, self._count = self._loss + loss, self._count + count
         out, self._out = self._out, None
         if not self._turn.last:
@@ -220,7 +230,14 @@ class PlainReducer:
         else:
             # The gradient of this addend with respect to the control parameter is the numbers
             # themselves, whatever the loss is: one that is not finite does not spoil the others.
-            (term + (out * self._numbers()).sum()).backward()
+            try:
+                (term + (out * self._numbers()).sum()).backward()
+            except RuntimeError as error:
+                if "SparseTensorImpl" in str(error):  # DDP has no place for it in its buckets
+                    raise sparse_error() from error
+                if "mark a variable ready only once" in str(error):
+                    raise parts_error() from error
+                raise
 
     def _numbers(self) -> Tensor:
         """Pack this rank's numbers on its device without waiting for it."""
@@ -240,32 +257,26 @@ class PlainReducer:
         """The numbers of the step, summed over the ranks; waits for the device.
 
         Raises:
-            StartError: The loss did not use some parameter on this rank, and DDP was not told to look for
-                such: then it has summed nothing of that parameter's bucket.
+            StartError: A parameter is not in the loss, or its gradient came in parts, so that DDP has not summed
+                it; names it.
         """
         summed, control = self._summed, self._controls[self._phase]
+        ddp = self._ddps[self._phase]
+        if ddp is not None and control.grad is not None and not self._sent.whole:
+            refuse_unreduced(ddp, "use it, or set train.find_unused_parameters=true")
+        first = self._first.pop(self._phase, None)
+        if first is not None:
+            first.end()
         if control.grad is not None:
             summed = cast("list[float]", control.grad.tolist())
         self._world.has_gradients()
         if summed is None:
             raise ValueError("no numbers yet: found none, expected a backward of the last turn")
-        if self._ddps[self._phase] is not None and not self._sent.whole:
-            raise StartError(
-                f"the loss of this step did not use {self._unused()}, so gradients were not summed over the ranks;"
-                " expected every parameter to be used on every rank: set train.find_unused_parameters=true,"
-                " or requires_grad=False on what is never used"
-            )
         return Totals(
             loss=summed[_LOSS],
             count=summed[_COUNT_HIGH] * _COUNT_UNIT + summed[_COUNT_LOW],
             flags=tuple(summed[_FLAGS : _FLAGS + len(self._flags)]),
         )
-
-    def _unused(self) -> str:
-        named = self._plain.named_parameters()
-        names = [name for name, one in named if one.requires_grad and one.grad is None]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return ", ".join(names[:3]) + more if names else "some parameter in its last micro-batch"
 
 
 class _LossWithControl(nn.Module):

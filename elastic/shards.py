@@ -4,11 +4,12 @@ Promises: each shard begins with the buffers that the step began with, so that a
 statistics do not depend on which shards a rank runs, or in which order; after the step the buffers of
 all shards are merged, the same on every rank and in every world: floating ones by the mean over
 the samples, in float64 and in the order of the shards, others are those of shard 0.
-`num_batches_tracked` counts steps.
+`num_batches_tracked` counts steps. A change is seen however it was made, through `.data` too.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from elastic.tree import owned
 from elastic.world import World
 
 __all__ = ["ShardBuffers"]
+
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element: what its bits are compared as."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,17 +43,24 @@ class _Place:
 
     @property
     def now(self) -> Tensor:
+        """What the module has there; of complex numbers both parts."""
+        buffer = self._own
+        return torch.view_as_real(buffer) if buffer.is_complex() else buffer
+
+    @property
+    def _own(self) -> Tensor:
         buffer = self.module._buffers[self.name]  # noqa: SLF001  # the name is a buffer's
         assert buffer is not None
         return buffer
 
     @property
-    def is_changed(self) -> bool:
-        return self.now is not self.seen or self.seen._version != self.version  # noqa: SLF001
+    def is_written(self) -> bool:
+        """Whether it shows that something was written; what was written through `.data` does not."""
+        return self._own is not self.seen or self.seen._version != self.version  # noqa: SLF001
 
     def note(self) -> None:
         """What is there now is known."""
-        self.seen = self.now
+        self.seen = self._own
         self.version = self.seen._version  # noqa: SLF001
 
     def restore(self) -> None:
@@ -69,6 +80,7 @@ class ShardBuffers:
         self._rows: dict[int, dict[int, Tensor]] = {}
         self._samples: dict[int, int] = {}
         self._sent: _Sent | None = None
+        self._known: list[bool] | None = None
         self.flags: list[float] = []
         """For each buffer that is not a norm's: 1.0 where one of this rank's shards changed it."""
 
@@ -86,17 +98,20 @@ class ShardBuffers:
         for place in self._norms:
             place.base.copy_(place.now)
             place.note()
-        for place in self._others:
-            if place.is_changed:
+        self._known = None
+        for place, is_changed in zip(self._others, self._changed(), strict=True):
+            if is_changed:
                 place.base.copy_(place.now)
                 place.note()
+        self._known = None
 
     @torch.no_grad()
     def enter(self, turn: Turn) -> None:
         """Before a forward: a shard begins with what the step began with."""
         if turn.opens and self._rows:
             self._restore(self._norms)
-            self._restore([place for place in self._others if place.is_changed])
+            self._restore_changed()
+        self._known = None
 
     @torch.no_grad()
     def leave(self, turn: Turn, samples: int) -> None:
@@ -110,8 +125,10 @@ class ShardBuffers:
         if not turn.closes:
             return
         row = {number: place.now.clone() for number, place in enumerate(self._norms)}
-        for number, place in enumerate(self._others):
-            if place.is_changed:
+        for number, (place, is_changed) in enumerate(
+            zip(self._others, self._changed(), strict=True)
+        ):
+            if is_changed:
                 row[len(self._norms) + number] = place.now.clone()
                 self.flags[number] = 1.0
         self._rows[turn.shard] = row
@@ -128,7 +145,7 @@ class ShardBuffers:
         numbers = [*range(len(self._norms))]
         numbers += [len(self._norms) + number for number, count in enumerate(changed) if count]
         # Where only a forward without samples has changed something, nothing has changed.
-        self._restore([place for place in self._others if place.is_changed])
+        self._restore_changed()
         if not numbers:
             return
         every = self._norms + self._others
@@ -148,15 +165,28 @@ class ShardBuffers:
         for place, value in zip(floating, mean.split(sizes), strict=True):
             place.now.copy_(value.view_as(place.base))
             place.note()
-        of_first = rows[0][total:].view(torch.int64)
-        for place, ints in zip(whole, of_first.split([p.base.numel() for p in whole]), strict=True):
+        integers = rows[:, total:].contiguous().view(torch.int64)
+        sizes = [place.base.numel() for place in whole]
+        for place, ints in zip(whole, integers.split(sizes, dim=1), strict=True):
             if place.tracks:
-                place.now.copy_(place.base + 1)
+                # Not where the norm is frozen, and counts nothing.
+                place.now.copy_(place.base + (ints != place.base).any())
             else:
-                place.now.copy_(ints.view_as(place.base))
+                place.now.copy_(ints[0].view_as(place.base))
             place.note()
         for place in merged[len(self._norms) :]:
             place.base.copy_(place.now)
+
+    def _changed(self) -> list[bool]:
+        """Of each buffer that is not a norm's whether it differs from the step's beginning."""
+        if self._known is None:
+            self._known = _differ(self._others)
+        return self._known
+
+    def _restore_changed(self) -> None:
+        pairs = zip(self._others, self._changed(), strict=True)
+        self._restore([place for place, is_changed in pairs if is_changed])
+        self._known = [False] * len(self._others)
 
     @staticmethod
     def _restore(places: Sequence[_Place]) -> None:
@@ -216,13 +246,35 @@ class _Sent:
         return rows[:, 0].tolist(), rows[:, 1:]
 
 
+def _differ(places: Sequence[_Place]) -> list[bool]:
+    """Whether each is another than its base: as it shows, else by its bits."""
+    found = [place.is_written for place in places]
+    unsure = [number for number, is_written in enumerate(found) if not is_written]
+    if not unsure:
+        return found
+    pairs = [(_bits(places[number].now), _bits(places[number].base)) for number in unsure]
+    if pairs[0][0].device.type == "cpu":
+        differ = [not now.equal(base) for now, base in pairs]
+    else:
+        # One wait for the device.
+        differ = torch.stack([(now != base).any() for now, base in pairs]).tolist()
+    for number, is_changed in zip(unsure, differ, strict=True):
+        found[number] = is_changed
+    return found
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
+
+
 def _places(model: nn.Module) -> list[_Place]:
     found: dict[int, _Place] = {}
     for module in model.modules():
         norm = isinstance(module, _NormBase)
         for name, buffer in module.named_buffers(recurse=False):
-            if id(buffer) in found or buffer.is_complex() or not buffer.numel():
+            if id(buffer) in found or not buffer.numel():
                 continue
+            plain = torch.view_as_real(buffer) if buffer.is_complex() else buffer
             tracks = (
                 isinstance(module, _NormBase)
                 and name == "num_batches_tracked"
@@ -233,7 +285,7 @@ def _places(model: nn.Module) -> list[_Place]:
                 name=name,
                 tracks=tracks,
                 always=norm,
-                base=buffer.detach().clone(),
+                base=plain.detach().clone(),
                 seen=buffer,
                 version=buffer._version,  # noqa: SLF001
             )

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from elastic.agreement import Agreed, Request
-from elastic.errors import AttentionError
+from elastic.errors import AttentionError, StartError
 from elastic.loader import MicroBatch, StepBatch
+from elastic.models import sparse_error
 from elastic.options import TrainOptions
 from elastic.phases import Phase
 from elastic.reduce import Reducer, Turn, frozen
@@ -29,8 +30,10 @@ from elastic.shards import ShardBuffers
 from elastic.world import World
 from jobs.job import Job, Mean, read_loss
 
-__all__ = ["StepResult", "Stepper", "autocast"]
+__all__ = ["KIND_SLOTS", "StepResult", "Stepper", "autocast"]
 
+KIND_SLOTS: Final = 2
+"""What a rank tells of its losses: whether one was a Mean, whether one was a plain mean."""
 _PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -97,6 +100,8 @@ class Stepper:
         self._autocast = autocast(options.precision, world.device)
         self._parameters = [phase.parameters for phase in self._phases]
         self._foreign = [_others(reducer.model, phase, len(phases)) for phase in phases]
+        # What the reducer sums: it was made from the same parameters.
+        self._known = [{p for p in of if p.requires_grad} for of in self._parameters]
         self._own_losses: list[Tensor | float] = []
         self._buffers = buffers
         self._statistics = _statistics(reducer.model) if options.on_nonfinite != "stop" else []
@@ -109,6 +114,7 @@ class Stepper:
 
         Raises:
             AttentionError: Something is not finite and `train.on_nonfinite` is stop.
+            StartError: Some of a loss's values are Means and others are not, or a gradient is sparse or not summed.
         """
         flags = request.pack()
         outcomes = [
@@ -160,23 +166,30 @@ class Stepper:
         """One loss over the whole step, its exact mean gradient, and its optimizer's update."""
         self._phases[index].optimizer.zero_grad(set_to_none=True)
         # Who has no samples cannot know what kind of loss the job gives.
-        told = [*flags, 0.0]
+        told = [*flags, *[0.0] * KIND_SLOTS]
         self._kept = [buffer.clone() for buffer in self._statistics]
         if self._buffers is not None:
             self._buffers.begin()
             told += self._buffers.flags
         self._reducer.begin(index, told)
         with frozen(self._foreign[index]):
-            self._accumulate(index, step, batch, told)
+            self._accumulate(index, step, batch, told, kinds=len(flags))
         if self._buffers is not None:
             self._buffers.send()
         totals = self._reducer.finish()
-        weighted = totals.flags[len(flags)] > 0
+        weighted, plain = (count > 0 for count in totals.flags[len(flags) :][:KIND_SLOTS])
+        if weighted and plain:
+            raise StartError(
+                f"loss{self._of_phase(index)}: found Mean(sum, count) for some micro-batches of step {step} and a plain "
+                "mean for others, expected one of the two for all; return Mean for each"
+            )
         if self._buffers is not None:
-            self._buffers.merge(totals.flags[len(flags) + 1 :])
+            self._buffers.merge(totals.flags[len(flags) + KIND_SLOTS :])
         loss = totals.loss / totals.count if totals.count else math.nan
         scale = _open_scale(batch, totals.count, weighted)
-        norm, skipped, refused = self._update(index, step, batch, loss=loss, scale=scale)
+        norm, skipped, refused = self._update(
+            index, step, batch, loss=loss, scale=scale, is_empty=not totals.count
+        )
         return _Outcome(
             loss=loss,
             count=totals.count,
@@ -186,11 +199,12 @@ class Stepper:
             flags=totals.flags,
         )
 
-    def _accumulate(self, index: int, step: int, batch: StepBatch, told: list[float]) -> None:
+    def _accumulate(
+        self, index: int, step: int, batch: StepBatch, told: list[float], *, kinds: int
+    ) -> None:
         """Forward and backward of each micro-batch; fills in what is told to all beside the flags."""
         buffers = self._buffers
         device, scaler = self._world.device, self._scalers[index]
-        weighted = len(told) - 1 - (buffers.slots if buffers is not None else 0)
         self._own_losses = []
         for turn, micro in _turns(batch.micro_batches):
             address = (step, micro.shard, micro.number) + ((index,) if index else ())
@@ -203,7 +217,8 @@ class Stepper:
                 if buffers is not None:
                     buffers.leave(turn, micro.samples)
                     told[len(told) - buffers.slots :] = buffers.flags
-                told[weighted] = float(isinstance(value, Mean))
+                if micro.samples:
+                    told[kinds + int(not isinstance(value, Mean))] = 1.0
                 term, added, items = _contribution(value, micro, batch.size)
                 self._own_losses.append(added)
                 if scaler is not None:
@@ -215,7 +230,14 @@ class Stepper:
             return read_loss(self._phases[index].loss(model, data))
 
     def _update(
-        self, index: int, step: int, batch: StepBatch, *, loss: float, scale: float | None
+        self,
+        index: int,
+        step: int,
+        batch: StepBatch,
+        *,
+        loss: float,
+        scale: float | None,
+        is_empty: bool,
     ) -> tuple[float, bool, str | None]:
         """Unscale, check, clip and apply; returns the gradient's norm, whether it was skipped, and why."""
         optimizer, parameters = self._phases[index].optimizer, self._parameters[index]
@@ -223,15 +245,26 @@ class Stepper:
         if scaler is not None:
             scaler.unscale_(optimizer)
         gradients = [p.grad for p in parameters if p.grad is not None]
+        if self._world.world_size > 1:
+            self._check_known(index)
+        if any(gradient.is_sparse for gradient in gradients):
+            raise sparse_error()
         if scale is not None:
             torch._foreach_mul_(gradients, scale)  # one call for all tensors
         norm_tensor = get_total_norm(gradients)
         norm = float(norm_tensor)
         finite_loss = math.isfinite(loss)
         if not finite_loss or (not math.isfinite(norm) and scaler is None):
-            return norm, True, self._refuse(index, step, batch, loss=loss, norm=norm)
+            found = (
+                f"found a total count of 0{self._of_phase(index)}, expected an item that counts"
+                if is_empty
+                else f"found loss {loss} and gradient norm {norm}{self._of_phase(index)}, expected finite numbers"
+            )
+            return norm, True, self._refuse(index, step, batch, found, is_empty=is_empty)
         if self._options.grad_clip is not None and norm > self._options.grad_clip:
             clip_grads_with_norm_(parameters, self._options.grad_clip, norm_tensor)
+        # An optimizer may draw (noise), on every rank the same: no shard has this number.
+        seed_all(mix(self._options.seed, step, -1, index), self._world.device)
         if scaler is None:
             optimizer.step()
             return norm, False, None
@@ -240,7 +273,23 @@ class Stepper:
         scaler.update()
         return norm, scaler.get_scale() < before, None
 
-    def _refuse(self, index: int, step: int, batch: StepBatch, *, loss: float, norm: float) -> str:
+    def _check_known(self, index: int) -> None:
+        known = self._known[index]
+        for place, parameter in enumerate(self._parameters[index]):
+            if parameter.grad is not None and parameter not in known:
+                raise StartError(
+                    f"gradients: found one of parameter {place} of the optimizer{self._of_phase(index)}, shape "
+                    f"{tuple(parameter.shape)}, which asked for none when the model was made, expected those alone that did: "
+                    "it is not summed over the ranks; let model() give it requires_grad=True, freeze it later, and set "
+                    "train.find_unused_parameters=true"
+                )
+
+    def _of_phase(self, index: int) -> str:
+        return f" of phase {self._phases[index].name}" if len(self._phases) > 1 else ""
+
+    def _refuse(
+        self, index: int, step: int, batch: StepBatch, found: str, *, is_empty: bool
+    ) -> str:
         """Leave the update out, or end the run; who it was is told by all ranks together."""
         own = [i for micro in batch.micro_batches for i in micro.indices]
         finite = all(math.isfinite(float(loss)) for loss in self._own_losses)
@@ -253,11 +302,8 @@ class Stepper:
         for buffer, kept in zip(self._statistics, self._kept, strict=True):
             buffer.copy_(kept)
         shown = ", ".join(map(str, indices[:16])) + (", ..." if len(indices) > 16 else "")
-        phase = f" of phase {self._phases[index].name}" if len(self._phases) > 1 else ""
-        what = (
-            f"step {step}: found loss {loss} and gradient norm {norm}{phase}, expected finite numbers; "
-            f"first seen on {_name_ranks(ranks)}, samples [{shown}]"
-        )
+        seen = "" if is_empty and not ranks else f"; first seen on {_name_ranks(ranks)}"
+        what = f"step {step}: {found}{seen}, samples [{shown}]"
         if self._options.on_nonfinite == "stop":
             raise AttentionError(f"{what}; mend the data or set train.on_nonfinite=skip")
         return what

@@ -8,6 +8,9 @@ another version of torch asks differently.
 
 import importlib
 import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
@@ -50,7 +53,19 @@ class _StandIn(ModuleType):
             raise AttributeError(
                 name
             )  # whoever looks through all modules wants nothing of this one
-        return getattr(self._real(), name)
+        real = self._real()
+        if name == "__path__":
+            # Python asks for it where a part is imported, and would load what the package just loaded once more.
+            sys.meta_path.insert(0, _Loaded())
+        return getattr(real, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A part that Python has imported belongs to the real one."""
+        whole = sys.modules.get(_NAME)
+        if whole is None or whole is self:
+            super().__setattr__(name, value)
+        else:
+            setattr(whole, name, value)
 
     def _real(self) -> ModuleType:
         """Import the real one, which answers all from then on."""
@@ -65,6 +80,31 @@ class _StandIn(ModuleType):
                     vars(function)["__dynamo_disable"] = real.disable(function, *given, **named)
             self._disabled.clear()
         return sys.modules[_NAME]
+
+
+class _Loaded(MetaPathFinder, Loader):
+    """Finds one part of the compiler where it is already: the one whose import began with the stand-in."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002  # as Python calls it
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """The part, if it is there; whatever is asked for next is not of this finder."""
+        sys.meta_path.remove(self)
+        there = fullname.startswith(f"{_NAME}.") and target is None and fullname in sys.modules
+        return ModuleSpec(fullname, self) if there else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module as it is."""
+        module = sys.modules[spec.name]
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run; only its spec was taken from it."""
+        vars(module)["__spec__"] = self._spec
 
 
 class _Part:

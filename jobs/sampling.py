@@ -34,9 +34,9 @@ class Weighted:
 class Mixture:
     """Several datasets mixed by weights: each epoch takes the same, exact number of samples of each part.
 
-    The parts lie one after the other in the job's dataset, as in torch's ConcatDataset. Of a part each
-    sample is taken once before any is taken again, over the ends of epochs too: what a small part's
-    share needs is repeated evenly, and of a large part nothing is left out for ever.
+    The parts lie one after the other in the job's dataset, as in torch's ConcatDataset. At each epoch's
+    end all samples of a part have been drawn equally often since the run began, give or take one: what a
+    small part's share needs is repeated evenly, and of a large part nothing is left out for ever.
     """
 
     weights: Sequence[float]

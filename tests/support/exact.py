@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from elastic.agreement import REQUEST_SLOTS, Request
@@ -23,7 +24,7 @@ from elastic.reduce import PlainReducer, Reducer
 from elastic.sampler import Plan
 from elastic.shards import ShardBuffers
 from elastic.state import TrainState
-from elastic.step import Stepper, autocast
+from elastic.step import KIND_SLOTS, Stepper, autocast
 from elastic.tree import owned
 from elastic.world import World
 from jobs.job import Job, Loss, Mean, Metric
@@ -71,6 +72,9 @@ class Exact(Job):
 
     n: int = 37
     weighted: bool = False
+    parts_from: int | None = None
+    """From this forward of the process on, gradients come in parts: a weight is in two reentrant checkpoints."""
+    forwards: int = 0
 
     def dataset(self) -> Dataset[Any]:
         return Points(self.n)
@@ -86,6 +90,9 @@ class Exact(Job):
         rows, indices = batch
         out = model(rows, bool((indices % 5 == 0).any()))[:, 0]
         each: Tensor = (out - indices.float().sin()) ** 2
+        if self.parts_from is not None and self.forwards >= self.parts_from:
+            each = each + in_parts(model, rows)
+        self.forwards += 1
         if not self.weighted:
             return each.mean()
         tokens = 1 + indices % 4
@@ -100,6 +107,16 @@ class Exact(Job):
         return {"error": Mean(each.sum(), len(indices)), "seen": float(len(indices))}
 
 
+def in_parts(model: Any, rows: Tensor) -> Tensor:
+    def use(some: Tensor) -> Tensor:
+        return torch.tanh(model.first(some))
+
+    moved = rows.clone().requires_grad_()
+    one, other = (checkpoint(use, moved * factor, use_reentrant=True) for factor in (1.0, 0.3))
+    total: Tensor = (one * other).mean(dim=1)
+    return total
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A training, whatever the world."""
@@ -112,6 +129,7 @@ class Case:
     bitwise: bool = True
     clip: float = 0.5
     precision: str = "fp32"
+    parts_from: int | None = None
 
     @property
     def plan(self) -> Plan:
@@ -127,7 +145,7 @@ def run(
 
     Returns the state after each step, what was logged, and this rank's samples.
     """
-    job = Exact(case.n, case.weighted)
+    job = Exact(case.n, case.weighted, case.parts_from)
     model, plan = job.model(), case.plan
     optimizer = job.optimizer(model)
     kept = TrainState()
@@ -147,7 +165,7 @@ def run(
         )  # fmt: skip
     else:
         reducer = PlainReducer(
-            model, world, compiled=None, find_unused=True, flags=REQUEST_SLOTS + 1 + buffers.slots,
+            model, world, compiled=None, find_unused=True, flags=REQUEST_SLOTS + KIND_SLOTS + buffers.slots,
             merges_buffers=True,
         )  # fmt: skip
     stepper = Stepper(

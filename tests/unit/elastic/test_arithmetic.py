@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from elastic.arithmetic import (
     BITS,
     check_machine,
+    compile_each_shape,
     describe_machine,
     fix_arithmetic,
     identity,
@@ -18,7 +19,7 @@ from elastic.arithmetic import (
 )
 from elastic.errors import StartError
 from elastic.identity import compare_identity
-from elastic.options import TrainOptions
+from elastic.options import IDENTITY, TrainOptions
 from elastic.progress import Progress
 from tests.support.ranked import run_alone
 
@@ -134,3 +135,26 @@ def test_progress_of_the_first_version_is_read() -> None:
     tree = Progress(step=3).to_tree()
     del tree["arithmetic"], tree["bits_until"]
     assert Progress.from_tree(tree) == Progress(step=3)
+
+
+def test_every_key_of_it_may_be_accepted() -> None:
+    assert set(BITS) <= set(IDENTITY)
+
+
+def count_compiled() -> int:
+    graphs = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.set_default_backend(backend)
+    model = compile_each_shape(nn.Linear(2, 2))
+    for rows in range(2, 12):
+        model(torch.ones(rows, 2))
+    return len(graphs)
+
+
+def test_every_shape_is_compiled_by_itself_the_ninth_too() -> None:
+    ended = run_alone(count_compiled)
+    assert (ended.code, ended.err) == (10, "")

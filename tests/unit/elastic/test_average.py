@@ -18,7 +18,7 @@ from elastic.state import TrainState
 
 
 class Net(nn.Module):
-    """Tied weights, a batch norm, a buffer of whole numbers, a half-precision parameter."""
+    """Tied weights, a batch norm, a buffer of whole numbers, a half-precision parameter, complex ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,12 +27,15 @@ class Net(nn.Module):
         self.second.weight = self.first.weight
         self.norm = nn.BatchNorm1d(2)
         self.small = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.turned = nn.Parameter(torch.ones(2, dtype=torch.complex64))
 
 
 def move(model: nn.Module, amount: float) -> None:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            tensor.add_(int(amount) if not tensor.is_floating_point() else amount)
+            tensor.add_(
+                amount if tensor.is_floating_point() or tensor.is_complex() else int(amount)
+            )
 
 
 def copies(tensors: Any) -> dict[str, Tensor]:
@@ -63,6 +66,7 @@ def test_floating_buffers_are_averaged_and_the_others_taken_as_they_are() -> Non
     found = average.tensors()
     assert list(found) == list(model.state_dict())
     assert found["norm.running_mean"].tolist() == [1.0, 1.0]
+    assert found["turned"].tolist() == [2.0, 2.0]
     assert int(found["norm.num_batches_tracked"]) == 2
     assert found["small"].dtype is torch.float32
     assert found["first.weight"] is found["second.weight"]

@@ -3,14 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic.errors import StartError
 from tests.support.exact import Case, bits, run
 from tests.support.pool import Pool, pool
+from tests.support.ranked import world_of
 
 WORLDS = (1, 2, 3, 4)
 
@@ -114,6 +117,19 @@ def test_parameter_that_no_shard_uses_is_left_alone(pools: dict[int, Pool]) -> N
     states = train(pools, 3, Case(), 3)["states"]
     assert bits(states[0]["model"]["never.weight"]) == bits(states[2]["model"]["never.weight"])
     assert bits(states[0]["model"]["last.weight"]) != bits(states[2]["model"]["last.weight"])
+
+
+def test_gradients_that_come_in_parts_are_added_like_the_others(pools: dict[int, Pool]) -> None:
+    case = Case(n=16, parts_from=0)
+    assert len({bits(train(pools, world, case, 2)["states"]) for world in (1, 2, 4)}) == 1
+
+
+def test_gradients_that_come_in_parts_in_later_shards_alone_are_refused(tmp_path: Path) -> None:
+    message = (
+        r"parameter first\.(weight|bias) came in parts in a later shard .* use_reentrant=False$"
+    )
+    with world_of(0, 1, tmp_path) as world, pytest.raises(StartError, match=message):
+        run(world, Case(parts_from=1), None, 0, 1)
 
 
 # ------------------------------------------------------------------------- what would break the bits

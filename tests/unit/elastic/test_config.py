@@ -203,7 +203,10 @@ def test_intervals_and_durations_are_read_in_every_spelling() -> None:
 
 def test_a_list_may_be_one_text_or_many() -> None:
     assert read("digits.yaml", "run.accept=train.seed").run.accept == ("train.seed",)
-    assert read("digits.yaml", "run.accept=[a, b]").run.accept == ("a", "b")
+    assert read("digits.yaml", "run.accept=[job, dataset]").run.accept == ("job", "dataset")
+    assert error_of("digits.yaml", "run.accept=train.sed").startswith(
+        "run.accept: found train.sed, expected one of job, dataset, sampling, train.seed, "
+    )
     assert error_of("digits.yaml", "run.accept=").startswith("run.accept: found nothing")
     assert error_of("digits.yaml", "run.accept=[[a]]").startswith(
         "run.accept: found a list, expected text"

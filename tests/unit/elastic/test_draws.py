@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset
 
-from elastic.draws import ByWeight, Draws, Mixed, Once, draws_of
+from elastic.draws import ByWeight, Draws, Mixed, Once, _share_out, draws_of
 from elastic.errors import StartError
 from elastic.sampler import ElasticSampler, Plan, epoch_order
 from jobs.sampling import Mixture, Weighted
@@ -152,6 +152,11 @@ def test_a_mixture_is_exact_in_each_epoch_and_over_epochs(
 ) -> None:
     lengths, weights = [length for length, _ in parts], [weight for _, weight in parts]
     n = sum(lengths)
+    shares = _share_out(samples, weights)
+    if any(weight and not count for weight, count in zip(weights, shares, strict=True)):
+        with pytest.raises(StartError, match="which is no draw of an epoch's"):
+            Mixed(n, Mixture(weights, lengths, samples), lengths)
+        return
     draws = Mixed(n, Mixture(weights, lengths, samples), lengths)
     begins = [sum(lengths[:part]) for part in range(len(parts))]
     taken: Counter[int] = Counter()
@@ -164,7 +169,7 @@ def test_a_mixture_is_exact_in_each_epoch_and_over_epochs(
             assert count == draws._counts[part]
             assert abs(count - samples * weight / sum(weights)) < 1 + 1e-9
             counts[part] += count
-            # Once each before any is taken again.
+            # As often as any other, give or take once.
             times = [taken[i] for i in range(begin, begin + length)]
             assert max(times) - min(times) <= 1
     assert sum(counts) == 4 * samples
@@ -318,6 +323,7 @@ def test_the_elastic_sampler_draws_the_same_in_every_world(
         (Mixture([1, 1], [4, -1]), "Mixture.lengths: found [4, -1], together 3, expected"),
         (Mixture([1, -1], [1, 2]), "Mixture.weights: found -1 for part 1, expected a finite number"),
         (Mixture([1, 1], [0, 3]), "Mixture.weights: found 1 for part 0, which is empty, expected 0, or samples"),
+        (Mixture([1, 9], [1, 2]), "Mixture.weights: found 1 for part 0, which is no draw of an epoch's 3, expected 0, or more samples="),
         (Mixture([0, 0], [1, 2]), "Mixture.weights: found only zeros"),
         (Mixture([1, 1], [1, 2], -1), "Mixture.samples: found -1, expected a whole number"),
     ],

@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,15 @@ class Items(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.make(index)
+
+
+@dataclass
+class Record:
+    """An item of a class of its own, with a field that is not part of its value."""
+
+    words: set[int]
+    turn: complex
+    made: float = field(default_factory=random.SystemRandom().random, compare=False)
 
 
 def prints(make: Callable[[int], Any], n: int = 100) -> dict[str, Any]:
@@ -53,6 +63,8 @@ KINDS: dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]] = {
     "dict": (lambda i: {"x": torch.tensor(i), "y": 1}, lambda i: {"x": torch.tensor(i), "y": 2}),
     "keys": (lambda i: {"x": i}, lambda i: {"z": i}),
     "nesting": (lambda _: [[1], 2], lambda _: [[1, 2]]),
+    "dataclass": (lambda i: Record({1, i}, 2j), lambda i: Record({1, i + 1}, 2j)),
+    "by its text": (lambda i: Record({1, i}, 2j), lambda i: Record({1, i}, 3j)),
     "none": (lambda _: (1, None), lambda _: (1, 0)),
 }  # fmt: skip
 
@@ -62,6 +74,12 @@ def test_other_content_gives_another_fingerprint_and_the_same_content_the_same(k
     one, other = KINDS[kind]
     assert prints(one) == prints(one)
     assert prints(one) != prints(other)
+
+
+def test_order_of_a_set_does_not_matter() -> None:
+    one, other = {0, 8}, {8, 0}
+    assert list(one) != list(other)  # they share a place in the table
+    assert prints(lambda _: one) == prints(lambda _: other)
 
 
 def test_order_of_a_dicts_keys_does_not_matter() -> None:

@@ -34,6 +34,11 @@ class Tuple(Tracer):
         return (values**2).mean(), values
 
 
+class Lazy(Tracer):
+    def model(self) -> nn.Module:
+        return nn.LazyLinear(1)
+
+
 class Stopping(Counter):
     def on_step(self, run: JobRun) -> None:
         torch.rand(3)
@@ -272,6 +277,12 @@ def test_frozen_norm_stays_frozen_through_evaluations(tmp_path: Path) -> None:
             "eval.monitor=f1",
             "error: eval.monitor: found f1, expected one of accuracy, seen\n",
         ),
+        (
+            "Tracer",
+            "eval.monitor=loss",
+            "error: eval.monitor: found loss, expected none: Tracer has no eval_dataset() to take it from; write one,",
+        ),
+        ("Here:Lazy", "train.epochs=1", "error: Lazy.model: found weight without a shape (a lazy module), expected one"),
         ("Empty", "train.epochs=1", "error: dataset: found Numbers with no samples, expected at least 1\n"),
         (
             "Tracer",

@@ -67,5 +67,7 @@ def test_state_is_fit_where_parameters_and_moments_are_finite() -> None:
     assert unfit(tree(), {"w"}) is None
     ruined = {"w": torch.tensor([1.0, math.inf])}
     assert unfit(tree(model=ruined), {"w"}) == "parameter w is not finite"
+    ruined = {"w": torch.tensor([complex(1, math.inf)])}
+    assert unfit(tree(model=ruined), {"w"}) == "parameter w is not finite"
     moments = {"main": {"state": {"w": [torch.ones(1), torch.tensor(math.nan)]}}}
     assert unfit(tree(optimizer=moments), {"w"}) == "optimizer.main.state.w.1 is not finite"

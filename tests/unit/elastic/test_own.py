@@ -137,6 +137,24 @@ def bad_signal(url: str) -> None:
     elastic.start(url, signals=("SIGNAL",))
 
 
+def unused(url: str) -> None:
+    run = elastic.start(url)
+    model = DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}))
+    model.module.forward = lambda values: model.module["a"](values[:, None])
+    loader = run.loader(dataset(), global_batch_size=4)
+    run.attach(model=model)
+    for _ in run.epochs(1):
+        for (values,) in loader:
+            model(values).mean().backward()
+            run.step()
+
+
+def lazy(url: str) -> None:
+    run = elastic.start(url)
+    run.loader(dataset(), global_batch_size=4)
+    run.attach(model=nn.LazyLinear(1))
+
+
 def other_seed(url: str) -> None:
     run, *_ = open_run(url)
     run.close()
@@ -156,6 +174,8 @@ def other_seed(url: str) -> None:
         (bad_option, 2, "error: elastic.start: CheckpointOptions.__init__() got an unexpected keyword argument 'keeps'"),
         (bad_backend, 2, "error: backend: found ucc (this torch does not know it), expected auto or one of: gloo"),
         (bad_signal, 2, "error: signals: found 'SIGNAL', expected names like SIGTERM or SIGUSR1"),
+        (unused, 2, "error: gradients: found none of parameter b.weight, b.bias in a backward, expected each in the loss of every rank: nothing would be summed over the ranks; use it, or give DDP find_unused_parameters=True"),
+        (lazy, 2, "error: run.attach: model: found weight without a shape (a lazy module), expected one for every parameter and buffer; give the layer its sizes, or run a forward before"),
         (other_seed, 2, "error: train.seed: this run is another one, it was 0, this start has 1; restore it, take a new checkpoint.url, or say run.accept=[train.seed]"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

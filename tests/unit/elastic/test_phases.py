@@ -1,11 +1,13 @@
 """Several losses with an optimizer each: exact in every world, by DDP and by the tree."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import LBFGS, SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from elastic.agreement import Request
 from elastic.bitwise import TreeReducer
@@ -159,6 +161,20 @@ def test_losses_with_one_optimizer_without_a_name_are_refused() -> None:
         phases_of(job, SGD(job.model().parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize(
+    ("driver", "message"),
+    [
+        (ReduceLROnPlateau, "scheduler: found ReduceLROnPlateau, whose step() wants a metric, expected"),
+        (lambda o: (StepLR(o, 1), "epochs"), "scheduler: found (StepLR, 'epochs'), expected 'step' or 'epoch' there"),
+        (lambda _: 0.1, "scheduler: found float, expected one of torch.optim.lr_scheduler's"),
+        (lambda o: [StepLR(o, 1)], "scheduler: found list, expected one of torch.optim.lr_scheduler's"),
+    ],
+)  # fmt: skip
+def test_scheduler_that_the_loop_cannot_step_is_refused(driver: Any, message: str) -> None:
+    with pytest.raises(StartError, match="^" + re.escape(message)):
+        Schedules(driver(SGD(Gan().model().parameters(), lr=0.1)))
+
+
 @pytest.mark.parametrize("given", [None, {}, {"disc": 1}, [1]])
 def test_what_is_no_optimizer_is_refused(given: Any) -> None:
     class Wrong(Gan):
@@ -167,6 +183,32 @@ def test_what_is_no_optimizer_is_refused(given: Any) -> None:
 
     with pytest.raises(StartError, match=r"^Wrong.optimizer: found .*, expected a torch Optimizer"):
         make_optimizers(Wrong(), Gan().model())
+
+
+def test_optimizer_that_wants_a_closure_is_refused() -> None:
+    class Closed(Gan):
+        def optimizer(self, model: nn.Module) -> Any:
+            return LBFGS(model.parameters())
+
+    with pytest.raises(
+        StartError,
+        match=r"^Closed.optimizer: found LBFGS, whose step\(\) wants a closure, expected",
+    ):
+        make_optimizers(Closed(), Gan().model())
+
+
+def test_optimizer_with_a_parameter_that_is_not_the_models_is_refused() -> None:
+    class Temperature(Gan):
+        def optimizer(self, model: nn.Module) -> Any:
+            more = nn.Parameter(torch.ones(3))
+            return super().optimizer(model) | {"other": SGD([*model.parameters(), more], lr=0.1)}  # type: ignore[operator]
+
+    message = (
+        r"^Temperature.optimizer: found a parameter that is not the model's \(group 0, place 8, shape \(3,\)\), "
+        r"expected model.parameters\(\) alone: .*; make it part of model\(\)$"
+    )
+    with pytest.raises(StartError, match=message):
+        make_optimizers(Temperature(), Gan().model())
 
 
 def test_each_phase_has_a_scaler_of_its_own_with_fp16_alone() -> None:

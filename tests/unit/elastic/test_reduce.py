@@ -1,14 +1,18 @@
 """Gradients and control numbers, summed over real ranks."""
 
+import functools
 import math
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import StartError
 from elastic.reduce import PlainReducer, Turn, forward_reads_buffers, frozen
+from elastic.unreduced import check_reduced
 from elastic.world import World
 from tests.support.ranked import run_ranks, world_of
 
@@ -97,6 +101,9 @@ def exercise(world: World) -> dict[str, Any]:
         reducer.backward(parts[0], loss=3.0, count=1.0)
     found["parts"] = (gradient(net), reducer.finish().loss, parts[1])
     found["unused"] = exercise_unused(world)
+    found["refused"] = exercise_refusals(world) if world.world_size > 1 else []
+    found["in parts"] = exercise_parts(world)
+    found["lacking"] = lack_on_all_but_one(world)
     found["phases"] = exercise_phases(world)
     found["codes"], found["own statistics"] = send_buffers(world)
     return found
@@ -115,6 +122,71 @@ def exercise_unused(world: World) -> Any:
             reducer.backward(loss, loss=1.0, count=1.0)
         results.append((gradient(net), reducer.finish().loss))
     return results
+
+
+def exercise_refusals(world: World) -> list[str]:
+    """What is said of a parameter that no rank's last backward reaches, in one bucket and in several."""
+    told = []
+    for used_before, own in ((False, False), (True, False), (False, True)):
+        net = Net()
+        reducer = PlainReducer(net, world, compiled=None, find_unused=False)
+        x = torch.full((1, 2), world.rank + 1.0)
+        reducer.begin(0, [])
+        try:
+            if own:
+                ddp = nn.parallel.DistributedDataParallel(net)
+                ddp(x, spare=False).sum().backward()
+                check_reduced(ddp, "mend it")
+            if used_before:
+                with reducer.turn(FIRST):
+                    reducer.backward(forward(reducer, x), loss=1.0, count=1.0)
+            with reducer.turn(LAST):
+                reducer.backward(forward(reducer, x, spare=False), loss=1.0, count=1.0)
+            reducer.finish()
+        except StartError as error:
+            told.append(str(error))
+    return told
+
+
+def in_parts(model: nn.Module, x: Tensor) -> Tensor:
+    one, other = (checkpoint(model, x * factor, use_reentrant=True) for factor in (1.0, 2.0))
+    product: Tensor = one.sum() * other.sum()
+    return product
+
+
+def exercise_parts(world: World) -> list[str]:
+    """What is said of a weight that is in two reentrant checkpoints, with and without a search for unused ones."""
+    told = []
+    for find_unused in (False, True):
+        net = Net()
+        reducer = PlainReducer(net, world, compiled=None, find_unused=find_unused)
+        x = torch.full((1, 2), world.rank + 1.0, requires_grad=True)
+        reducer.begin(0, [])
+        try:
+            for turn in (FIRST, LAST):
+                with reducer.turn(turn):
+                    twice = reducer.forward(functools.partial(in_parts, x=x))
+                    reducer.backward(twice, loss=1.0, count=1.0)
+            reducer.finish()
+        except StartError as error:
+            told.append(str(error))
+    return told
+
+
+def lack_on_all_but_one(world: World) -> str:
+    """All ranks but the first leave a parameter out of their loss."""
+    reducer = PlainReducer(Net(), world, compiled=None, find_unused=False, flags=1)
+    reducer.begin(0, [])
+    with reducer.turn(LAST):
+        loss = forward(reducer, torch.ones(1, 2), spare=world.rank == 0)
+        reducer.backward(loss, loss=1.0, count=1.0)
+    try:
+        reducer.finish()
+    except StartError as error:
+        # The first waits for the bucket; in a run it is this process' end that ends its wait.
+        dist.all_reduce(torch.zeros(3 + 1 + 2 + 2))
+        return str(error)
+    return ""
 
 
 def exercise_phases(world: World) -> Any:
@@ -146,7 +218,8 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_all_ranks_hold_the_same(worlds: list[dict[str, Any]]) -> None:
-    shared = [{**found, "own statistics": None} for found in worlds]
+    own = {"own statistics": None, "refused": None, "lacking": None}
+    shared = [{**found, **own} for found in worlds]
     assert all(found == shared[0] for found in shared)
 
 
@@ -196,6 +269,39 @@ def test_model_may_be_called_twice_in_a_step(worlds: list[dict[str, Any]]) -> No
 def test_parameters_that_a_step_does_not_use_are_found(worlds: list[dict[str, Any]]) -> None:
     total = sum(range(1, len(worlds) + 1))
     assert worlds[0]["unused"] == [([[total, total]], float(len(worlds)))] * 2
+
+
+def test_parameter_that_is_not_in_the_loss_is_refused_where_ddp_does_not_sum(
+    worlds: list[dict[str, Any]],
+) -> None:
+    line = (
+        "gradients: found none of parameter spare.weight in a backward, expected each in the loss of every rank: "
+        "nothing would be summed over the ranks; "
+    )
+    for found in worlds:
+        ways = ["use it, or set train.find_unused_parameters=true"] * 2 + ["mend it"]
+        assert found["refused"] == ([line + way for way in ways] if len(worlds) > 1 else [])
+
+
+def test_gradient_that_comes_in_parts_is_refused_where_ddp_sums_one_of_them(
+    worlds: list[dict[str, Any]],
+) -> None:
+    for found in worlds:
+        if len(worlds) == 1:
+            assert found["in parts"] == []
+        else:
+            known, unknown = found["in parts"]
+            assert known.startswith("gradients: found that of ")
+            assert unknown.startswith(
+                "gradients: found one in parts in one backward, expected it whole"
+            )
+
+
+def test_parameter_that_is_in_one_ranks_loss_alone_is_refused_by_the_others(
+    worlds: list[dict[str, Any]],
+) -> None:
+    assert worlds[0]["lacking"] == ""
+    assert all("none of parameter spare.weight in a backward," in f["lacking"] for f in worlds[1:])
 
 
 def test_each_phase_sums_its_own_parameters_and_no_others(worlds: list[dict[str, Any]]) -> None:
@@ -279,21 +385,3 @@ def test_codebook_is_the_primarys_and_running_statistics_are_each_ranks_own(
 ) -> None:
     assert {str(found["codes"]) for found in worlds} == {str([1.0] * 4)}
     assert len({str(found["own statistics"]) for found in worlds}) == len(worlds)
-
-
-def leave_one_out(world: World) -> str:
-    net = Net()
-    reducer = PlainReducer(net, world, compiled=None, find_unused=False)
-    reducer.begin(0, [])
-    with reducer.turn(LAST):
-        term = reducer.forward(lambda _: net.first(torch.ones(1, 2)).sum())
-        reducer.backward(term, loss=1.0, count=1.0)
-    with pytest.raises(StartError) as told:
-        reducer.finish()
-    return str(told.value)
-
-
-def test_parameter_that_a_loss_leaves_out_is_named_and_not_applied_from_one_rank() -> None:
-    for told in run_ranks(2, leave_one_out):
-        assert told.startswith("the loss of this step did not use spare.")
-        assert "train.find_unused_parameters=true" in told

@@ -25,13 +25,20 @@ class Counted(nn.Module):
         self.register_buffer("seen", torch.zeros(2))
         self.register_buffer("replaced", torch.zeros(2))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("hidden", torch.zeros(2, 2)[:, 1])
+        self.register_buffer("turned", torch.zeros(2, dtype=torch.complex64))
         self.register_buffer("table", torch.arange(4.0))
+        self.frozen = nn.BatchNorm1d(3).eval()
         self.seen: Tensor
         self.replaced: Tensor
         self.calls: Tensor
+        self.hidden: Tensor
+        self.turned: Tensor
 
     def forward(self, rows: Tensor) -> Tensor:
-        out: Tensor = self.norm(rows)
+        out: Tensor = self.frozen(self.norm(rows))
+        self.hidden.data += rows.mean()
+        self.turned += torch.complex(rows.mean(), rows.std())
         self.seen += rows.mean()
         self.replaced = self.replaced + rows.mean()
         self.calls += 3
@@ -75,6 +82,8 @@ def test_merged_buffers_are_equal_in_every_world(pools: dict[int, Pool], present
     found = [rank for one in pools.values() for rank in one.call(train, 3, present)]
     assert all(rank == found[0] for rank in found)
     assert found[0][-1]["norm.num_batches_tracked"] == 3
+    assert found[0][-1]["frozen.num_batches_tracked"] == 0
+    assert found[0][-1]["hidden"] == found[0][-1]["seen"]
     assert found[0][-1]["table"] == [0, 1, 2, 3]
     assert found[0][-1]["calls"] == 9  # shard 0's
 
@@ -123,23 +132,24 @@ def pad(world: World) -> bool:
     after = {name: buffer.tolist() for name, buffer in model.named_buffers()}
     ignored = (
         "norm.num_batches_tracked",
-        *(n for n in before if n.startswith("norm") and not samples),
+        *(n for n in before if n.startswith(("norm", "frozen")) and not samples),
     )
     return all(after[name] == before[name] for name in before if name not in ignored)
 
 
 def test_buffers_changed_from_outside_between_steps_are_taken_up(pools: dict[int, Pool]) -> None:
-    assert pools[1].call(outside) == [[5.0, 5.0]]
+    assert pools[1].call(outside) == [([5.0, 5.0], [6.0, 6.0])]
 
 
 def outside(world: World) -> Any:
     model = Counted()
     buffers = ShardBuffers(model, world, 2)
     model.seen.fill_(5.0)
+    model.hidden.data.fill_(6.0)
     buffers.begin()
     for shard in range(2):
         buffers.enter(Turn(shard=shard))
         model(torch.tensor([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0]]))
         buffers.leave(Turn(shard=shard), 2)
     buffers.merge(buffers.flags)
-    return model.seen.tolist()
+    return model.seen.tolist(), model.hidden.tolist()

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from elastic.agreement import Agreed, Request
-from elastic.errors import AttentionError
+from elastic.errors import AttentionError, StartError
 from elastic.loader import Loader
+from elastic.models import check_model
 from elastic.options import TrainOptions
 from elastic.phases import phases_of
 from elastic.reduce import PlainReducer
@@ -74,8 +76,88 @@ class Half(Tracer):
         return loss if not self.weighted else Mean(loss, len(batch[0]))
 
 
+class Undecided(Tracer):
+    """A Mean where the micro-batch has item 3, else a plain mean."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        loss = super().loss(model, batch)
+        return Mean(loss * len(batch[1]), len(batch[1])) if 3 in batch[1] else loss  # type: ignore[operator,arg-type]
+
+
+class Weightless(Tracer):
+    """No item counts."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        return Mean(model(batch[0]).sum() * 0.0, 0)
+
+
+class Sparse(Tracer):
+    """A gradient that has the rows of the batch alone."""
+
+    def model(self) -> nn.Module:
+        return nn.Embedding(12, 1)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        loss: Tensor = nn.functional.embedding(batch[1], model.weight, sparse=True).mean()  # type: ignore[arg-type]
+        return loss
+
+
+class Thawing(Tracer):
+    """A bias that asks for a gradient from its first loss on, and not before."""
+
+    def model(self) -> nn.Module:
+        model = nn.Linear(1, 1)
+        model.bias.requires_grad_(False)
+        return model
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        model.requires_grad_(True)
+        loss: Tensor = model(batch[0].float()[:, None]).mean()
+        return loss
+
+
+class Jittered(Tracer):
+    """Batches are moved by noise on their way to the device."""
+
+    def to_device(self, batch: Any, device: torch.device) -> Any:
+        values, indices = super().to_device(batch, device)
+        return values + torch.randn(len(values)), indices
+
+
+class Langevin(SGD):
+    """Adds noise to each update."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(torch.randn_like(parameter))
+        return loss
+
+
+class Noisy(Tracer):
+    """Its optimizer draws."""
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return Langevin(model.parameters(), lr=self.lr)
+
+
 JOBS: dict[str, type[Tracer]] = {
-    job.__name__: job for job in (Tracer, Heavy, Wide, Normed, Half, Masks)
+    job.__name__: job
+    for job in (
+        Tracer,
+        Heavy,
+        Wide,
+        Normed,
+        Half,
+        Masks,
+        Jittered,
+        Noisy,
+        Sparse,
+        Thawing,
+        Undecided,
+        Weightless,
+    )
 }
 
 
@@ -131,7 +213,7 @@ def train(world: World, case: Case) -> dict[str, Any]:
         )
         try:
             results.append(stepper.run(step, batch, request))
-        except AttentionError as error:
+        except (AttentionError, StartError) as error:
             return {"error": str(error)}
         weights.append(
             [number for p in model.parameters() for number in p.detach().flatten().tolist()]
@@ -165,6 +247,11 @@ CASES: dict[str, Case] = {
     "heavy": Case(job="Heavy", n=4, on_nonfinite="skip", leave=(1, 0)),
     "leave": Case(leave=(2, 1)),
     "normed": Case(job="Normed", nan_item=10, on_nonfinite="skip", batch=6),
+    "noisy": Case(job="Noisy"),
+    "undecided": Case(job="Undecided", n=8, batch=8, micro=2),
+    "sparse": Case(job="Sparse"),
+    "thawing": Case(job="Thawing"),
+    "weightless": Case(job="Weightless"),
     "half": Case(job="Half", steps=1),
     "half weighted": Case(job="Half", steps=1, weighted=True),
 }
@@ -191,7 +278,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 Results = list[dict[str, Any]]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "normed"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in {"normed", "thawing"}])
 def test_every_rank_has_the_same_outcome(world_results: Results, name: str) -> None:
     assert all(str(found[name]) == str(world_results[0][name]) for found in world_results)
 
@@ -261,6 +348,41 @@ def test_c24_stop_names_step_rank_and_samples(world_results: Results) -> None:
         rf"rank {rank}, samples \[7, 4, 2, 10\]; mend the data or set train\.on_nonfinite=skip"
     )
     assert re.fullmatch(message, world_results[0]["stop"]["error"])
+
+
+def test_loss_that_is_a_mean_for_some_micro_batches_alone_is_refused(
+    world_results: Results,
+) -> None:
+    assert world_results[0]["undecided"]["error"] == (
+        "loss: found Mean(sum, count) for some micro-batches of step 1 and a plain mean for others, expected one of the "
+        "two for all; return Mean for each"
+    )
+
+
+def test_sparse_gradient_is_refused_in_a_line(world_results: Results) -> None:
+    line = "gradients: found a sparse one, expected dense ones, which are summed, clipped and checked alike; make the "
+    assert world_results[0]["sparse"]["error"] == line + "embedding with sparse=False"
+    with pytest.raises(StartError, match=r"found a sparse one of 0\.weight, expected"):
+        check_model(nn.Sequential(nn.Embedding(2, 2, sparse=True)), "Sparse")
+
+
+def test_gradient_that_no_reducer_knows_is_refused(world_results: Results) -> None:
+    for found in world_results:
+        if len(world_results) == 1:
+            assert len(found["thawing"]["weights"]) == 3
+        else:
+            assert (
+                "one of parameter 1 of the optimizer, shape (1,), which asked for none"
+                in found["thawing"]["error"]
+            )
+
+
+def test_step_in_which_nothing_counts_says_so(world_results: Results) -> None:
+    assert re.fullmatch(
+        r"step 1: found a total count of 0, expected an item that counts, samples \[[0-9, ]+\]; mend the data or set "
+        "train.on_nonfinite=skip",
+        world_results[0]["weightless"]["error"],
+    )
 
 
 def test_gradient_is_clipped_to_its_norm_and_told_before(world_results: Results) -> None:
@@ -346,6 +468,18 @@ def test_models_draws_depend_on_step_and_micro_batch_alone(
         torch.rand(100)
         assert train(world, case) == one
         assert train(world, replace(case, micro=8)) != one
+
+
+def test_draws_of_to_device_do_not_depend_on_the_process(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    case = Case(job="Jittered", micro=2)
+    with world_of(0, 1, tmp_path_factory.mktemp("alone")) as world:
+        torch.manual_seed(1)
+        one = train(world, case)
+        torch.manual_seed(2)
+        assert train(world, case) == one
+    assert one["weights"][0][0] != pytest.approx(0.55, abs=1e-3)
 
 
 def test_numbers_of_the_tracer_are_their_indices() -> None:

@@ -67,6 +67,19 @@ def test_whoever_asks_for_more_gets_the_real_one(how: str) -> None:
     run(f"{how}\nassert is_real()\nstep(net, optimizer)")
 
 
+@pytest.mark.parametrize("part", ["config", "profiler"])
+def test_a_part_that_is_asked_for_first_is_loaded_once(part: str) -> None:
+    # One that the package loads by itself, and one that it does not.
+    run(f"""
+        import torch._dynamo.{part} as part
+        assert is_real()
+        assert part is torch._dynamo.{part} is sys.modules["torch._dynamo.{part}"]
+        assert part.__spec__.loader.name == part.__spec__.name
+        assert torch._dynamo.eval_frame.config is torch._dynamo.config
+        assert not [one for one in sys.meta_path if type(one).__module__ == "elastic.uncompiled"]
+    """)
+
+
 def test_compiled_code_is_compiled_and_torchs_own_functions_stay_outside() -> None:
     run("""
         frames = []

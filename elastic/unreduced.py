@@ -1,0 +1,121 @@
+"""Gradients that DDP did not sum, or not whole: refused before an optimizer would take them for the sum, and named.
+
+A backward in which a parameter had no gradient leaves its bucket, and all behind it, unsent; a parameter that the
+loss uses on some ranks alone is the same to the others, who wait for it. A gradient that comes in several parts is
+sent with its first one.
+"""
+
+import functools
+import re
+from collections.abc import Iterable
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic.errors import StartError
+
+__all__ = ["FirstBackward", "check_reduced", "parts_error", "refuse_unreduced"]
+
+_SHOWN: Final = 4
+_INDICES: Final = re.compile(r"did not receive grad for rank \d+:([\d ]+)")
+
+
+class FirstBackward:
+    """Watches the backwards of a first step for gradients that come in parts; later ones are not slowed by it."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Watch what asks for a gradient."""
+        self._come: set[str] = set()
+        self._in_parts: str | None = None
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._note, name))
+            for name, parameter in named
+            if parameter.requires_grad
+        ]
+
+    def _note(self, name: str, _: Tensor) -> None:
+        if name in self._come and self._in_parts is None:
+            self._in_parts = name
+        self._come.add(name)
+
+    def begin(self) -> None:
+        """Before a forward; only the last one's backward is sent."""
+        self._come.clear()
+        self._in_parts = None
+
+    def end(self) -> None:
+        """After the last backward of the step; nothing is watched any more.
+
+        Raises:
+            StartError: A gradient came in parts; names the parameter.
+        """
+        for handle in self._handles:
+            handle.remove()
+        if self._in_parts is not None:
+            raise parts_error(self._in_parts)
+
+
+def parts_error(name: str | None = None) -> StartError:
+    """The error that says what to do about a gradient in parts, of a parameter where it is known."""
+    of = "one" if name is None else f"that of {name}"
+    return StartError(
+        f"gradients: found {of} in parts in one backward, expected it whole: of such DDP sums the first part alone; with "
+        "checkpoint() use use_reentrant=False, and leave backward() to the runner"
+    )
+
+
+def check_reduced(ddp: DistributedDataParallel, way_out: str) -> None:
+    """Refuse where DDP's last backward was not finished, as DDP itself would at its next forward.
+
+    Every rank calls it after a backward: like that forward it may be what orders DDP's buckets anew. Collective.
+
+    Raises:
+        StartError: A parameter had no gradient; names it.
+    """
+    reducer: Any = ddp.reducer
+    if not torch.is_grad_enabled():
+        return
+    try:
+        reducer._rebuild_buckets()  # noqa: SLF001  # DDP's forward begins so
+    except RuntimeError as error:
+        if "finished reduction" not in str(error):
+            raise
+        _refuse(ddp, str(error), way_out)
+
+
+def refuse_unreduced(ddp: DistributedDataParallel, way_out: str) -> NoReturn:
+    """Tell which parameters had no gradient in a backward that is known to be unfinished.
+
+    Raises:
+        StartError: Always.
+    """
+    try:
+        ddp.reducer._rebuild_buckets()  # noqa: SLF001  # DDP's forward begins so
+    except RuntimeError as error:
+        _refuse(ddp, str(error), way_out)
+    _refuse(ddp, "", way_out)
+
+
+def _refuse(ddp: DistributedDataParallel, said: str, way_out: str) -> NoReturn:
+    known = _names(ddp)
+    found = _INDICES.search(said)
+    indices = [int(index) for index in found[1].split()] if found else []
+    names = [known[index] if index < len(known) else f"number {index}" for index in indices]
+    shown = ", ".join(names[:_SHOWN]) or "some"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    raise StartError(
+        f"gradients: found none of parameter {shown}{more} in a backward, expected each in the loss of"
+        f" every rank: nothing would be summed over the ranks; {way_out}"
+    )
+
+
+def _names(ddp: DistributedDataParallel) -> list[str]:
+    """The parameters in DDP's own order, by their plain names."""
+    ignored = ddp.parameters_to_ignore
+    return [
+        name.removeprefix("body.").removeprefix("_orig_mod.")
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
