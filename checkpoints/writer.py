@@ -2,21 +2,22 @@
 
 Promises: a reader never sees half a checkpoint, because only the exclusive creation of the manifest
 makes it one, and that comes after every file is in the store under its full size and after the fence
-has been asked. What a failed attempt has written is taken away again, unless the manifest may exist.
-Needs no torch: a snapshot is bytes by now.
+has been asked. Under a name that has a manifest nothing is written and nothing is deleted. What a failed
+attempt has written is taken away again, unless the manifest may exist. Needs no torch: a snapshot is bytes by now.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import xxhash
 
 from checkpoints import references
-from checkpoints.errors import CheckpointError, DamagedError, ObjectMissingError
-from checkpoints.layout import FileEntry, Manifest, PartSum, is_void
+from checkpoints.errors import CheckpointError, DamagedError, ObjectMissingError, RecordError
+from checkpoints.layout import MANIFEST_LIMIT_BYTES, FileEntry, Manifest, PartSum, is_void
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ def write(
     fence: Callable[[], None] | None = None,
     base: Manifest | None = None,
 ) -> Manifest:
-    """Write all files of a snapshot and commit it. Any thread; no collectives.
+    """Write all files of a snapshot and commit it, once. Any thread; no collectives.
 
     Args:
         store: Where it goes.
@@ -46,11 +47,15 @@ def write(
 
     Raises:
         SupersededError, PartedError: From the fence: a newer generation was claimed.
-        CheckpointError: The store failed, or the name was swept; there is no such checkpoint, unless
-            `snapshot.is_doubtful` (then writing it again finds out).
+        CheckpointError: The store failed, or the name was swept or is another's; nothing of this
+            snapshot is committed, unless it `is_doubtful` (then writing it again finds out).
     """
     if snapshot.is_released:
         raise CheckpointError(f"checkpoint {snapshot.name}: its snapshot was released already")
+    # Before the first byte: the files of a checkpoint that is there must not be written over.
+    committed = _committed(store, snapshot, fence)
+    if committed is not None:
+        return committed
     try:
         files = _settle_files(store, snapshot, part_bytes, fence, base)
     except CheckpointError:
@@ -72,6 +77,28 @@ def write(
     if not is_ours:
         _refuse(store, snapshot, fence)
     return manifest
+
+
+def _committed(
+    store: Store, snapshot: Snapshot, fence: Callable[[], None] | None
+) -> Manifest | None:
+    """The manifest that this very snapshot has already; None where its name is free.
+
+    Raises:
+        CheckpointError: The name is taken.
+    """
+    try:
+        data = store.get(snapshot.name.manifest, limit_bytes=MANIFEST_LIMIT_BYTES)
+    except ObjectMissingError:
+        return None
+    except RecordError:
+        data = b""  # too large to be one of ours
+    snapshot.is_doubtful = False
+    with contextlib.suppress(DamagedError):
+        found = Manifest.from_json(data, snapshot.name.manifest)
+        if found.token == snapshot.token:
+            return found
+    _refuse(store, snapshot, fence)
 
 
 def _settle_files(
@@ -132,19 +159,20 @@ def part_sums(data: memoryview, part_bytes: int) -> tuple[PartSum, ...]:
 
 def discard(store: Store, snapshot: Snapshot) -> None:
     """Take away what an attempt that failed has written, so that ruins do not fill the store."""
-    for file in snapshot.files:
-        try:
+    try:
+        if store.exists(snapshot.name.manifest):
+            return  # somebody has committed under this name: the files are theirs
+        for file in snapshot.files:
             store.delete(snapshot.name.file(file.name))
-        except CheckpointError as error:
-            logger.warning(
-                "checkpoint %s: what was written of it stays until it is swept: %s",
-                snapshot.name,
-                error,
-            )
-            return
+    except CheckpointError as error:
+        logger.warning(
+            "checkpoint %s: what was written of it stays until it is swept: %s",
+            snapshot.name,
+            error,
+        )
 
 
-def _refuse(store: Store, snapshot: Snapshot, fence: Callable[[], None] | None) -> None:
+def _refuse(store: Store, snapshot: Snapshot, fence: Callable[[], None] | None) -> NoReturn:
     """Somebody else created the manifest: say who, best by the fence."""
     if fence is not None:
         fence()
@@ -153,4 +181,7 @@ def _refuse(store: Store, snapshot: Snapshot, fence: Callable[[], None] | None) 
     except ObjectMissingError:
         is_swept = True
     reason = "was swept before it was committed" if is_swept else "was committed by another writer"
-    raise CheckpointError(f"checkpoint {snapshot.name}: {reason}; it is left as it is")
+    raise CheckpointError(
+        f"checkpoint {snapshot.name}: {reason}; it is left as it is, and what is saved anew needs a"
+        " greater generation or step"
+    )
