@@ -177,9 +177,11 @@ def _refuse(store: Store, snapshot: Snapshot, fence: Callable[[], None] | None) 
     if fence is not None:
         fence()
     try:
-        is_swept = is_void(store.get(snapshot.name.manifest))
+        is_swept = is_void(store.get(snapshot.name.manifest, limit_bytes=4096))
     except ObjectMissingError:
         is_swept = True
+    except RecordError:
+        is_swept = False
     reason = "was swept before it was committed" if is_swept else "was committed by another writer"
     raise CheckpointError(
         f"checkpoint {snapshot.name}: {reason}; it is left as it is, and what is saved anew needs a"

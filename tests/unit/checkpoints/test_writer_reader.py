@@ -265,6 +265,24 @@ def test_under_a_name_that_is_taken_nothing_is_written(store: Store, manifest: b
     assert store.list() == [name(3).manifest]
 
 
+def test_an_attempt_that_fails_leaves_the_files_of_the_one_that_won_meanwhile(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = Store.put
+    fails = [True]
+
+    def overtaken(self: Store, file: str, data: Any) -> None:
+        if fails and fails.pop():
+            write(store, 3)
+            raise StoreFullError("no room")
+        put(self, file, data)
+
+    monkeypatch.setattr(Store, "put", overtaken)
+    with pytest.raises(StoreFullError):
+        writer.write(store, stage(3), part_bytes=1000)
+    assert same(reader.restore(store, reader.read_manifest(store, name(3))), state(3))
+
+
 def test_a_fence_that_says_why_a_name_is_taken_is_believed(store: Store) -> None:
     write(store, 3)
 
