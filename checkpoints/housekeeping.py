@@ -164,6 +164,7 @@ def sweep(question: Question) -> int:
     if not arguments.dry_run:
         retention = Retention(catalog)
         swept = retention.sweep(unfinished, found)
+        retention.take_names(found.bare)
         retention.clear(found)
         if is_at_rest:  # else a temp file may be somebody's work
             for folder in (*(name.folder for name in found.committed), *_FOLDERS):

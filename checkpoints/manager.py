@@ -258,6 +258,7 @@ class CheckpointManager:
             self._read_back(manifest)
         self._retention.delete(going, found)
         self._retention.sweep([name for name in found.unfinished if name < committed], found)
+        self._retention.take_names(found.bare)
         self._retention.clear(found, going)
 
     def _read_back(self, manifest: Manifest) -> None:

@@ -88,12 +88,12 @@ class Manifest:
         checkpoint's own: one that was copied from another step is refused.
 
         Raises:
-            DamagedError: It does not verify, or is the void manifest of a swept checkpoint.
+            DamagedError: It does not verify, or is the void manifest of a checkpoint that was swept or deleted.
         """
         values = parse(data, name, limit_bytes=MANIFEST_LIMIT_BYTES, error=DamagedError)
         fields = Fields(values, name, DamagedError)
         if values.get("void") is True:
-            raise fields.fail("a void manifest: the checkpoint was swept before it was committed")
+            raise fields.fail("a void manifest: swept before it was committed, or deleted")
         found = values.pop("checksum", None)
         # Only the canonical spelling verifies, so that no byte can change unseen.
         if found != _checksum(values) or dump({**values, "checksum": found}) != data:
@@ -117,7 +117,7 @@ class Manifest:
 
 
 def void_manifest(token: str | None = None) -> bytes:
-    """What is created in a manifest's place to sweep a checkpoint that was never committed."""
+    """What is created in a manifest's place to take its name for ever."""
     return dump({"void": True, "format": 1, "token": token or new_token()})
 
 

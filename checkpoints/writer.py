@@ -182,7 +182,11 @@ def _refuse(store: Store, snapshot: Snapshot, fence: Callable[[], None] | None) 
         is_swept = True
     except RecordError:
         is_swept = False
-    reason = "was swept before it was committed" if is_swept else "was committed by another writer"
+    reason = (
+        "was swept before it was committed, or deleted"
+        if is_swept
+        else "was committed by another writer"
+    )
     raise CheckpointError(
         f"checkpoint {snapshot.name}: {reason}; it is left as it is, and what is saved anew needs a"
         " greater generation or step"
