@@ -101,7 +101,9 @@ class CheckpointManager:
             info: What is told of it without reading it.
 
         Raises:
-            UnsupportedStateError: Something is neither tensor nor JSON; names the key.
+            UnsupportedStateError: Something is neither tensor nor JSON, or the info is larger than
+                1 MiB; names the key.
+            OptionError: `run_id` is empty or longer than 200 characters.
         """
         return self._buffers.stage(tree, name=name, parent=parent, run_id=run_id, info=info)
 
@@ -263,7 +265,7 @@ class CheckpointManager:
 
     def _read_back(self, manifest: Manifest) -> None:
         try:
-            reader.verify(self.store, manifest)
+            reader.verify(self.store, reader.read_manifest(self.store, manifest.name))
         except DamagedError:
             self._damaged.add(manifest.name)
             self._base = None

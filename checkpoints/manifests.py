@@ -18,6 +18,7 @@ from checkpoints.names import CHECKPOINTS, MANIFEST, CheckpointName, new_token, 
 
 MANIFEST_LIMIT_BYTES: Final = 64 << 20
 """The largest manifest that is read: room for half a million parts."""
+RUN_ID_LIMIT: Final = 200
 _LARGEST_FILE: Final = 1 << 53
 _FOLDER: Final = re.compile(rf"(?:^|/){CHECKPOINTS}/([^/]+)/")
 _FILE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -102,7 +103,7 @@ class Manifest:
         manifest = cls(
             name=_checkpoint(fields, "name"),
             parent=optional_checkpoint(fields, "parent"),
-            run_id=fields.text("run_id", limit=200),
+            run_id=fields.text("run_id", limit=RUN_ID_LIMIT),
             files=_files(fields),
             info=fields.mapping("info"),
             token=fields.text("token", limit=200),

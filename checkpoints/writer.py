@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from checkpoints import references
 from checkpoints.errors import CheckpointError, DamagedError, ObjectMissingError, RecordError
 from checkpoints.layout import MANIFEST_LIMIT_BYTES, FileEntry, Manifest, PartSum, is_void
+from checkpoints.store import LARGEST_NEW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ def write(
 
     Raises:
         SupersededError, PartedError: From the fence: a newer generation was claimed.
+        RecordError: Its manifest would be too large, or is not what a reader takes.
         CheckpointError: The store failed, or the name was swept or is another's; nothing of this
             snapshot is committed, unless it `is_doubtful` (then writing it again finds out).
     """
@@ -56,26 +58,21 @@ def write(
     committed = _committed(store, snapshot, fence)
     if committed is not None:
         return committed
+    # With sums of the right length: what nobody could read back is not sent in the first place.
+    _sealed(_manifest(snapshot, [_blank(file, part_bytes) for file in snapshot.files]))
     try:
         files = _settle_files(store, snapshot, part_bytes, fence, base)
+        manifest = _manifest(snapshot, files)
+        sealed = _sealed(manifest)
     except CheckpointError:
         if not snapshot.is_doubtful:
             discard(store, snapshot)
         raise
-    manifest = Manifest(
-        name=snapshot.name,
-        parent=snapshot.parent,
-        run_id=snapshot.run_id,
-        files=files,
-        info=snapshot.info,
-        token=snapshot.token,
-        created_at=snapshot.created_at,
-    )
     snapshot.is_doubtful = True
-    is_ours = store.put_new(snapshot.name.manifest, manifest.to_json())
+    is_ours = store.put_new(snapshot.name.manifest, sealed)
     snapshot.is_doubtful = False
     if not is_ours:
-        _refuse(store, snapshot, fence)
+        raise _taken(store, snapshot, fence)
     return manifest
 
 
@@ -98,7 +95,47 @@ def _committed(
         found = Manifest.from_json(data, snapshot.name.manifest)
         if found.token == snapshot.token:
             return found
-    _refuse(store, snapshot, fence)
+    raise _taken(store, snapshot, fence)
+
+
+def _manifest(snapshot: Snapshot, files: Sequence[FileEntry]) -> Manifest:
+    return Manifest(
+        name=snapshot.name,
+        parent=snapshot.parent,
+        run_id=snapshot.run_id,
+        files=tuple(files),
+        info=snapshot.info,
+        token=snapshot.token,
+        created_at=snapshot.created_at,
+    )
+
+
+def _blank(file: StagedFile, part_bytes: int) -> FileEntry:
+    starts = range(0, file.size_bytes, part_bytes)
+    parts = (
+        PartSum(offset=at, size=min(part_bytes, file.size_bytes - at), xxh3_128="0" * 32)
+        for at in starts
+    )
+    return FileEntry(name=file.name, size_bytes=file.size_bytes, parts=tuple(parts))
+
+
+def _sealed(manifest: Manifest) -> bytes:
+    """The bytes of a manifest, which a reader will take.
+
+    Raises:
+        RecordError: None would: it is too large, or something in it is impossible.
+    """
+    data = manifest.to_json()
+    if len(data) > LARGEST_NEW:
+        raise RecordError(
+            f"checkpoint {manifest.name}: found a manifest of {len(data)} bytes, expected at most"
+            f" {LARGEST_NEW}: more part_bytes and split_bytes make it smaller"
+        )
+    try:
+        Manifest.from_json(data, manifest.name.manifest)
+    except DamagedError as error:
+        raise RecordError(f"checkpoint {manifest.name}: nobody could read it: {error}") from error
+    return data
 
 
 def _settle_files(
@@ -172,7 +209,7 @@ def discard(store: Store, snapshot: Snapshot) -> None:
         )
 
 
-def _refuse(store: Store, snapshot: Snapshot, fence: Callable[[], None] | None) -> NoReturn:
+def _taken(store: Store, snapshot: Snapshot, fence: Callable[[], None] | None) -> CheckpointError:
     """Somebody else created the manifest: say who, best by the fence."""
     if fence is not None:
         fence()
@@ -187,7 +224,7 @@ def _refuse(store: Store, snapshot: Snapshot, fence: Callable[[], None] | None) 
         if is_swept
         else "was committed by another writer"
     )
-    raise CheckpointError(
+    return CheckpointError(
         f"checkpoint {snapshot.name}: {reason}; it is left as it is, and what is saved anew needs a"
         " greater generation or step"
     )

@@ -198,6 +198,25 @@ def test_with_keep_one_the_older_goes_only_when_the_newer_was_read_back(
     assert steps(manager) == [3]
 
 
+def test_a_manifest_that_arrived_torn_is_seen_before_the_older_checkpoint_goes(
+    local: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(local, keep=1)
+    save(manager, 1)
+    put_new = Store.put_new
+
+    def torn(self: Store, file: str, data: bytes) -> bool:
+        return put_new(self, file, data[:-9])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put_new", torn)
+        save(manager, 2)
+    assert "old checkpoints stay for now" in caplog.text
+    found = manager.restore_newest()
+    assert found is not None
+    assert same(found[1], state(1))
+
+
 def test_failing_retention_is_told_and_does_not_fail_the_commit(
     local: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

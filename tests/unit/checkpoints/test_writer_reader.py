@@ -19,9 +19,12 @@ from checkpoints.errors import (
     CheckpointError,
     DamagedError,
     NoCheckpointError,
+    OptionError,
+    RecordError,
     StoreFullError,
     SupersededError,
     TransientStoreError,
+    UnsupportedStateError,
 )
 from checkpoints.layout import FileEntry, Manifest, PartSum, void_manifest
 from checkpoints.store import Store, open_store
@@ -291,6 +294,37 @@ def test_a_fence_that_says_why_a_name_is_taken_is_believed(store: Store) -> None
 
     with pytest.raises(SupersededError):
         writer.write(store, stage(3), part_bytes=1000, fence=fence)
+
+
+@pytest.mark.parametrize(
+    ("run_id", "found"), [("", "nothing"), ("r" * 201, "201 characters")], ids=["empty", "long"]
+)
+def test_a_run_id_that_nobody_reads_back_is_refused(store: Store, run_id: str, found: str) -> None:
+    expected = f"^run_id: found {found}, expected 1 to 200 characters$"
+    with pytest.raises(OptionError, match=expected):
+        Buffers(split_bytes=SPLIT).stage(
+            state(3), name=name(3), parent=None, run_id=run_id, info={}
+        )
+    snapshot = stage(3)
+    snapshot.run_id = run_id  # what another way to make a snapshot might let through
+    with pytest.raises(RecordError, match=r"nobody could read it: .*run_id"):
+        writer.write(store, snapshot, part_bytes=1000)
+    assert store.list() == []
+
+
+def test_an_info_or_a_manifest_that_is_too_large_is_refused_before_anything_is_sent(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        UnsupportedStateError, match=r"^info: found 1048\d+ bytes, expected at most"
+    ):
+        Buffers(split_bytes=SPLIT).stage(
+            state(3), name=name(3), parent=None, run_id="r", info={"text": "x" * (1 << 20)}
+        )
+    monkeypatch.setattr(Store, "put", None)  # not a file is sent
+    monkeypatch.setattr(writer, "LARGEST_NEW", 5000)
+    with pytest.raises(RecordError, match=r"a manifest of \d+ bytes, .*at most 5000: more part_b"):
+        writer.write(store, stage(3), part_bytes=100)
 
 
 def test_a_released_snapshot_is_not_written(store: Store) -> None:
