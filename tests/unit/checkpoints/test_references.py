@@ -362,7 +362,7 @@ def test_whatever_is_committed_pruned_swept_and_damaged_what_remains_loads(
             argv = ["prune", url, "--keep", str(number), *(["--keep-every", "3"] if flag else [])]
             assert commands.main(argv) == 0
         elif kind == "sweep":
-            assert commands.main(["sweep", url]) == 0
+            assert commands.main(["sweep", url, "--force"]) == 0
         elif kind == "leave":
             ruin = name(step + number, generation - 1) if flag and generation > 1 else None
             if ruin is not None and ruin not in truth:
