@@ -1,9 +1,12 @@
 """The checkpoints of one run: stage, commit, find, restore, retain.
 
     manager = CheckpointManager(open_store("s3://bucket/run-42"))
-    snapshot = manager.stage({"model": model.state_dict(), ...}, name=..., parent=..., run_id=..., info={})
-    manager.commit(snapshot)
     found = manager.restore_newest()
+    snapshot = manager.stage({"model": model.state_dict(), ...}, name=..., parent=..., run_id=..., info={})
+    try:
+        manager.commit(snapshot)
+    finally:
+        snapshot.release()
 
 Promises: a checkpoint is there once its manifest is, and never before; newest is decided by generation
 and step as numbers; what a restore gives back has been verified byte for byte. Retention deletes only

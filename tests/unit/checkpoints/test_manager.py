@@ -217,6 +217,28 @@ def test_a_manifest_that_arrived_torn_is_seen_before_the_older_checkpoint_goes(
     assert same(found[1], state(1))
 
 
+def test_the_example_of_the_docs_goes_on_at_each_start_and_releases_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "checkpoint-format.md").read_text(encoding="utf-8")
+    example = compile(page.rpartition("```python\n")[2].partition("```")[0], "example", "exec")
+    monkeypatch.chdir(tmp_path)
+    for start in (1, 2):
+        names: dict[str, Any] = {}
+        exec(example, names)  # noqa: S102  # what the docs tell people to run
+        assert names["manager"].latest() == name(3 * start, start)
+
+    def full(*_: Any) -> None:
+        raise StoreFullError("no room")
+
+    monkeypatch.setattr(Store, "put", full)
+    names = {}
+    with pytest.raises(StoreFullError):
+        exec(example, names)  # noqa: S102
+    assert names["snapshot"].is_released
+    assert names["manager"].latest() == name(6, 2)
+
+
 def test_failing_retention_is_told_and_does_not_fail_the_commit(
     local: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
