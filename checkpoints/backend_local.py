@@ -76,10 +76,14 @@ class LocalBackend:
         except FileExistsError:
             return False
         try:
-            _write_all(fd, [memoryview(data)])
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            try:
+                _write_all(fd, [memoryview(data)])
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except BaseException:
+            path.unlink(missing_ok=True)  # ours alone; torn, it would hold the name for ever
+            raise
         return True
 
     def swap(self, name: str, data: bytes, tag: str | None) -> str | None:

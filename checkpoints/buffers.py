@@ -156,7 +156,7 @@ class Buffers:
             tables = plan_files(tree, self._split_bytes, self._tables, self._watch.seen)
             self._tables = tables
             plan = Plan.of(tables.sizes)
-            checked = check_info(what.info, what.name)
+            checked = check_info(what.info, what.name, what.run_id)
             slot = self._take(plan.capacity(len(str(checked)) + 200 * len(tables.sizes)))
             try:
                 memory = slot.memory.view()

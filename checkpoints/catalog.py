@@ -52,7 +52,7 @@ class Inventory:
     files: dict[CheckpointName, list[str]] = field(default_factory=dict)
     """All files of each folder, committed or not."""
     void: set[CheckpointName] = field(default_factory=set)
-    """Names that were swept."""
+    """Names that were swept, or deleted while others needed a file of theirs."""
     left_behind: set[CheckpointName] = field(default_factory=set)
     """Committed, but beyond what a later generation went back to."""
 
@@ -70,6 +70,16 @@ class Inventory:
             for name in self.files.keys() - self.committed.keys() - self.void
             if not self.files[name]
             or any(name.file(file) not in needed for file in self.files[name])
+        )
+
+    @property
+    def bare(self) -> list[CheckpointName]:
+        """Deleted checkpoints whose names are free, while others need all that is left of them."""
+        needed = self.needed()
+        return sorted(
+            name
+            for name in self.files.keys() - self.committed.keys() - self.void
+            if self.files[name] and all(name.file(file) in needed for file in self.files[name])
         )
 
     def needed(self, without: Collection[CheckpointName] = ()) -> set[str]:
@@ -199,7 +209,7 @@ class Catalog:
         self._manifests[manifest.name] = manifest
 
     def add_void(self, name: CheckpointName) -> None:
-        """Know that a name was swept."""
+        """Know that a name is void."""
         self._void.add(name)
 
     def forget(self, name: CheckpointName) -> None:

@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from checkpoints.tensorfile import unsupported
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -104,9 +106,9 @@ def keep(value: object, still: frozenset[int]) -> object:
         if type(item) in (list, tuple) and isinstance(item, list | tuple):
             return type(item)(map(kept, item))
         if isinstance(item, tensor):
-            if item.data_ptr() in still:
+            if unsupported(item) is not None or item.data_ptr() in still:
                 return item
-            return item.detach().clone() if item.layout is torch.strided else item
+            return item.detach().clone()
         if isinstance(item, dict):  # a Counter, an OrderedDict, a defaultdict
             copied = item.copy()
             for key, inner in copied.items():

@@ -154,8 +154,12 @@ def sweep(question: Question) -> int:
     catalog = question.catalog
     found = catalog.inventory()
     question.must_exist(found)
-    is_at_rest = arguments.dry_run or rests(catalog.store, "sweep", force=arguments.force)
     unfinished = found.unfinished
+    newest = max(found.committed, default=None)
+    begun = [name for name in unfinished if newest is None or name > newest]
+    is_at_rest = arguments.dry_run or rests(
+        catalog.store, "sweep", force=arguments.force, begun=begun
+    )
     void_files = [name.file(file) for name in found.void for file in found.unneeded(name)]
     files = [name.file(file) for name in unfinished for file in found.unneeded(name)]
     sizes = _sizes(catalog.store, [*files, *void_files])
@@ -164,9 +168,13 @@ def sweep(question: Question) -> int:
     if not arguments.dry_run:
         retention = Retention(catalog)
         swept = retention.sweep(unfinished, found)
+        retention.take_names(found.bare)
         retention.clear(found)
         if is_at_rest:  # else a temp file may be somebody's work
-            for folder in (*(name.folder for name in found.committed), *_FOLDERS):
+            folders = [name.folder for name in found.committed]
+            # Without a claim an upload that no listing shows yet may be somebody's first file.
+            folders += _FOLDERS if newest_generation(catalog.store) else ()
+            for folder in folders:
                 catalog.store.delete_temps(folder)
         memory = segments.sweep()
     answer = {

@@ -12,6 +12,7 @@ from typing import Literal, Self, get_args
 from checkpoints.canonical import JSON, Fields, dump, parse, plain
 from checkpoints.manifests import (
     MANIFEST_LIMIT_BYTES,
+    RUN_ID_LIMIT,
     FileEntry,
     Manifest,
     PartSum,
@@ -48,6 +49,7 @@ __all__ = [
     "MANIFEST",
     "MANIFEST_LIMIT_BYTES",
     "RUN",
+    "RUN_ID_LIMIT",
     "SUMMARY",
     "AgentId",
     "CheckpointName",
@@ -143,7 +145,7 @@ class Claim:
             raise fields.wrong("generation", "that of its name")
         return cls(
             generation=generation,
-            run_id=fields.text("run_id", limit=200),
+            run_id=fields.text("run_id", limit=RUN_ID_LIMIT),
             launch=fields.text("launch", limit=200),
             agents=tuple(_agent(inner) for inner in fields.records("agents")),
             world_size=fields.whole("world_size", 1),
@@ -241,7 +243,7 @@ class RunRecord:
         fields = Fields(parse(data, name), name)
         fields.version()
         return cls(
-            run_id=fields.text("run_id", limit=200),
+            run_id=fields.text("run_id", limit=RUN_ID_LIMIT),
             identity=fields.mapping("identity"),
             token=fields.text("token", limit=200),
             created_at=fields.text("created_at", limit=60),

@@ -2,7 +2,7 @@
 
 Promises: no clock of another host is believed, and a guess is never taken for knowledge. A run is known to
 rest where it has said so itself, or where every process that its newest claim names is dead on this very
-machine; in every other case it may be at work, and who deletes beside it has to insist.
+machine; where there is no claim, only while nothing is begun; in every other case it may be at work, and who deletes beside it has to insist.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from checkpoints.layout import SUMMARY
 from checkpoints.processes import boot_id, is_alive
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from checkpoints.layout import CheckpointName
     from checkpoints.store import Store
 
 logger = logging.getLogger(__name__)
@@ -25,11 +28,21 @@ logger = logging.getLogger(__name__)
 _RESTS: Final = frozenset({"complete", "preempted", "stopped", "failed"})
 
 
-def may_be_at_work(store: Store) -> str | None:
-    """Why a generation may be at work here; None where none can be."""
+def may_be_at_work(store: Store, begun: Collection[CheckpointName] = ()) -> str | None:
+    """Why somebody may be at work here; None where nobody can be.
+
+    Args:
+        store: The run's URL.
+        begun: What was begun there after the newest commit and is not committed. Who saves from a
+            loop of his own claims no generation: this is all that tells of him.
+    """
     newest = newest_generation(store)
     if not newest:
-        return None
+        if not begun:
+            return None
+        return (
+            f"checkpoint {max(begun)} was begun, and no generation tells whether its writer lives"
+        )
     if _status(store) in {(newest, status) for status in _RESTS}:
         return None
     if any(event.get("event") == "end" for event in read_events(store, newest)):
@@ -39,13 +52,15 @@ def may_be_at_work(store: Store) -> str | None:
     return f"generation {newest} has not said that it ended, so it may be at work"
 
 
-def rests(store: Store, command: str, *, force: bool) -> bool:
+def rests(
+    store: Store, command: str, *, force: bool, begun: Collection[CheckpointName] = ()
+) -> bool:
     """Whether nobody can be at work; where somebody may be, it is refused to delete, unless forced.
 
     Raises:
         CheckpointError: It may be, and nobody does.
     """
-    reason = may_be_at_work(store)
+    reason = may_be_at_work(store, begun)
     if reason is None:
         return True
     if not force:

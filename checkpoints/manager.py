@@ -1,9 +1,12 @@
 """The checkpoints of one run: stage, commit, find, restore, retain.
 
     manager = CheckpointManager(open_store("s3://bucket/run-42"))
-    snapshot = manager.stage({"model": model.state_dict(), ...}, name=..., parent=..., run_id=..., info={})
-    manager.commit(snapshot)
     found = manager.restore_newest()
+    snapshot = manager.stage({"model": model.state_dict(), ...}, name=..., parent=..., run_id=..., info={})
+    try:
+        manager.commit(snapshot)
+    finally:
+        snapshot.release()
 
 Promises: a checkpoint is there once its manifest is, and never before; newest is decided by generation
 and step as numbers; what a restore gives back has been verified byte for byte. Retention deletes only
@@ -101,7 +104,9 @@ class CheckpointManager:
             info: What is told of it without reading it.
 
         Raises:
-            UnsupportedStateError: Something is neither tensor nor JSON; names the key.
+            UnsupportedStateError: Something is neither tensor nor JSON, or the info is larger than
+                1 MiB; names the key.
+            OptionError: `run_id` is empty or longer than 200 characters.
         """
         return self._buffers.stage(tree, name=name, parent=parent, run_id=run_id, info=info)
 
@@ -258,11 +263,12 @@ class CheckpointManager:
             self._read_back(manifest)
         self._retention.delete(going, found)
         self._retention.sweep([name for name in found.unfinished if name < committed], found)
+        self._retention.take_names(found.bare)
         self._retention.clear(found, going)
 
     def _read_back(self, manifest: Manifest) -> None:
         try:
-            reader.verify(self.store, manifest)
+            reader.verify(self.store, reader.read_manifest(self.store, manifest.name))
         except DamagedError:
             self._damaged.add(manifest.name)
             self._base = None

@@ -18,6 +18,7 @@ from checkpoints.names import CHECKPOINTS, MANIFEST, CheckpointName, new_token, 
 
 MANIFEST_LIMIT_BYTES: Final = 64 << 20
 """The largest manifest that is read: room for half a million parts."""
+RUN_ID_LIMIT: Final = 200
 _LARGEST_FILE: Final = 1 << 53
 _FOLDER: Final = re.compile(rf"(?:^|/){CHECKPOINTS}/([^/]+)/")
 _FILE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -88,12 +89,12 @@ class Manifest:
         checkpoint's own: one that was copied from another step is refused.
 
         Raises:
-            DamagedError: It does not verify, or is the void manifest of a swept checkpoint.
+            DamagedError: It does not verify, or is the void manifest of a checkpoint that was swept or deleted.
         """
         values = parse(data, name, limit_bytes=MANIFEST_LIMIT_BYTES, error=DamagedError)
         fields = Fields(values, name, DamagedError)
         if values.get("void") is True:
-            raise fields.fail("a void manifest: the checkpoint was swept before it was committed")
+            raise fields.fail("a void manifest: swept before it was committed, or deleted")
         found = values.pop("checksum", None)
         # Only the canonical spelling verifies, so that no byte can change unseen.
         if found != _checksum(values) or dump({**values, "checksum": found}) != data:
@@ -102,7 +103,7 @@ class Manifest:
         manifest = cls(
             name=_checkpoint(fields, "name"),
             parent=optional_checkpoint(fields, "parent"),
-            run_id=fields.text("run_id", limit=200),
+            run_id=fields.text("run_id", limit=RUN_ID_LIMIT),
             files=_files(fields),
             info=fields.mapping("info"),
             token=fields.text("token", limit=200),
@@ -117,7 +118,7 @@ class Manifest:
 
 
 def void_manifest(token: str | None = None) -> bytes:
-    """What is created in a manifest's place to sweep a checkpoint that was never committed."""
+    """What is created in a manifest's place to take its name for ever."""
     return dump({"void": True, "format": 1, "token": token or new_token()})
 
 

@@ -43,7 +43,7 @@ def read_manifest(store: Store, name: CheckpointName) -> Manifest:
     """The verified manifest of a checkpoint.
 
     Raises:
-        NoCheckpointError: There is none, or only a void one: the checkpoint was never committed.
+        NoCheckpointError: There is none, or only a void one: it was never committed, or deleted.
         DamagedError: It does not verify.
     """
     try:
@@ -55,7 +55,7 @@ def read_manifest(store: Store, name: CheckpointName) -> Manifest:
             f"checkpoint {name}: not found in {store.display_url}; `ls` shows what is there"
         ) from None
     if is_void(data):
-        raise NoCheckpointError(f"checkpoint {name}: was swept before it was committed")
+        raise NoCheckpointError(f"checkpoint {name}: was swept before it was committed, or deleted")
     return Manifest.from_json(data, name.manifest)
 
 

@@ -1,7 +1,8 @@
 """Takes away what need not stay: old checkpoints, and what killed writers left.
 
 Promises: a file goes only when no manifest that remains refers to it. Of a checkpoint the manifest goes
-first, so that no reader ever takes half of one for whole. Of what was never committed the name is taken
+first, so that no reader ever takes half of one for whole; where a file of it stays, its name is void from
+then on, so that nobody writes over that file. Of what was never committed the name is taken
 first, for ever: a writer that was only slow has then either committed, and its checkpoint stays, or it
 never will. Cut short at any point, the next one finishes the work.
 """
@@ -50,6 +51,7 @@ class Retention:
         remaining = self._catalog.inventory() if look_again else found
         needed = remaining.needed(without=going)
         deleted: list[str] = []
+        staying = []
         for name in sorted(going):
             files = [file for file in found.files[name] if file != MANIFEST]
             unneeded = [file for file in files if name.file(file) not in needed]
@@ -57,9 +59,17 @@ class Retention:
                 self._store.delete_tree(name.folder)
             else:
                 self._delete_files(name, unneeded)
+                staying.append(name)
             deleted += [name.file(file) for file in unneeded]
             logger.debug("checkpoint %s: deleted", name)
+        self.take_names(staying)  # last: where the disk is full, there is room by now
         return deleted
+
+    def take_names(self, names: Iterable[CheckpointName]) -> None:
+        """Let nobody use the names of deleted checkpoints whose folders others still need."""
+        for name in names:
+            if self._store.put_new(name.manifest, void_manifest()):
+                self._catalog.add_void(name)
 
     def sweep(self, names: Iterable[CheckpointName], found: Inventory) -> list[CheckpointName]:
         """Take away what was begun and never committed; returns the names that are void now."""

@@ -77,6 +77,8 @@ _FACTORIES: dict[str, Factory] = {
     "str": str,
     "tuple": tuple,
 }
+_TUPLES: Final = {"builtins.tuple": "tuple", "torch.Size": "Size"}
+"""By full name, so that who has no torch.Size needs no torch."""
 _DICTS: dict[str, type[dict[Any, Any]]] = {
     "dict": dict,
     "OrderedDict": OrderedDict,
@@ -120,9 +122,9 @@ class _Splitter:
             return _encode_scalar(value)
         if type(value) is list:
             return [self.split(item, (*path, str(i)), level + 1) for i, item in enumerate(value)]
-        if isinstance(value, tuple) and _is_plain_tuple(value):
+        if isinstance(value, tuple) and (tag := _TUPLES.get(_full_name(type(value)))):
             items = [self.split(item, (*path, str(i)), level + 2) for i, item in enumerate(value)]
-            return _tagged("tuple", items)
+            return _tagged(tag, items)
         if isinstance(value, dict):
             return self._split_dict(value, path, level)
         if _is_tensor(value):
@@ -225,8 +227,8 @@ class _Joiner:
             return self._join_scalar(tag, inner)
         if not isinstance(inner, list):
             raise self.damage(inner)
-        if tag == "tuple":
-            return tuple(self.join(item, depth + 1) for item in inner)
+        if tag in _TUPLES.values():
+            return self._join_tuple(tag, inner, depth)
         if tag == "defaultdict":
             if len(inner) != 2 or not isinstance(inner[0], str) or inner[0] not in _FACTORIES:
                 raise self.damage(inner)
@@ -241,6 +243,15 @@ class _Joiner:
         for key, item in self._join_pairs(inner, depth + 1).items():
             tree[key] = item  # one by one: a Counter of pairs would count them
         return tree
+
+    def _join_tuple(self, tag: str, inner: list[JSON], depth: int) -> object:
+        if tag == "tuple":
+            return tuple(self.join(item, depth + 1) for item in inner)
+        if not all(type(item) is int for item in inner):
+            raise self.damage(inner)
+        import torch
+
+        return torch.Size(inner)  # type: ignore[arg-type]  # each was looked at
 
     def _join_scalar(self, tag: str, inner: JSON) -> object:
         if not isinstance(inner, str):
@@ -290,9 +301,8 @@ def _is_plain_key(key: object) -> bool:
     return type(key) is str and key != _TAG and is_utf8(key)
 
 
-def _is_plain_tuple(value: tuple[object, ...]) -> bool:
-    kind = type(value)
-    return kind is tuple or (kind.__module__, kind.__name__) == ("torch", "Size")
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_tensor(value: object) -> TypeGuard[Tensor]:
@@ -302,9 +312,7 @@ def _is_tensor(value: object) -> TypeGuard[Tensor]:
 
 
 def _describe(value: object) -> str:
-    kind = type(value)
-    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"{module}{kind.__qualname__}"[:80]
+    return _full_name(type(value)).removeprefix("builtins.")[:80]
 
 
 def encode_state(document: dict[str, JSON]) -> bytes:

@@ -16,7 +16,7 @@ import xxhash
 
 from checkpoints.canonical import Fields, dump, parse
 from checkpoints.errors import CheckpointError, DamagedError
-from checkpoints.layout import CheckpointName, new_token, utc_now
+from checkpoints.layout import RUN_ID_LIMIT, CheckpointName, new_token, utc_now
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -216,7 +216,7 @@ def _read_table(
     return Snapshot(
         name=name,
         parent=None if parent is None else CheckpointName.parse(parent),
-        run_id=fields.text("run_id", limit=200),
+        run_id=fields.text("run_id", limit=RUN_ID_LIMIT),
         info=fields.mapping("info"),
         files=_read_files(fields.items("files", limit=1_000_000), memory, fields),
         token=fields.text("token", limit=200),

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from checkpoints import frozen
-from checkpoints.canonical import plain
-from checkpoints.errors import DamagedError, UnsupportedStateError
-from checkpoints.layout import Manifest
+from checkpoints.canonical import dump, plain
+from checkpoints.errors import DamagedError, OptionError, UnsupportedStateError
+from checkpoints.layout import RUN_ID_LIMIT, Manifest
 from checkpoints.serialization import (
     Header,
     encode_header,
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 STATE: Final = "state.json"
 MODEL: Final = "model"
 STATE_FORMAT: Final = 1
+LARGEST_INFO: Final = 1 << 20
+"""A quarter of what a manifest may have when it is created: the rest is for the sums."""
 _KEY: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")
 
 
@@ -104,16 +106,24 @@ def plan_files(
     return Tables(files=files, texts=texts, keys=keys)
 
 
-def check_info(info: Mapping[str, JSON], name: CheckpointName) -> dict[str, JSON]:
-    """The info as it will be read back: it stands in the manifest, so it has to be plain JSON.
+def check_info(info: Mapping[str, JSON], name: CheckpointName, run_id: str) -> dict[str, JSON]:
+    """The info as it will be read back: it stands in the manifest, so it has to be small, plain JSON.
 
     Raises:
         UnsupportedStateError: It is not.
+        OptionError: `run_id` is none that is read back.
     """
+    if not 0 < len(run_id) <= RUN_ID_LIMIT:
+        found = f"{len(run_id)} characters" if run_id else "nothing"
+        raise OptionError(f"run_id: found {found}, expected 1 to {RUN_ID_LIMIT} characters")
     tensors, _ = split(dict(info), where="info")
     if tensors:
         raise UnsupportedStateError(f"info.{next(iter(tensors))}: found a tensor, expected JSON")
-    manifest = Manifest(name=name, parent=None, run_id="-", files=(), info=_object(plain(info)))
+    manifest = Manifest(name=name, parent=None, run_id=run_id, files=(), info=_object(plain(info)))
+    if (size := len(dump(manifest.info))) > LARGEST_INFO:
+        raise UnsupportedStateError(
+            f"info: found {size} bytes, expected at most {LARGEST_INFO}; keep large data in the state"
+        )
     try:
         return dict(Manifest.from_json(manifest.to_json(), name.manifest).info)
     except DamagedError as error:  # numbers or a depth that nobody reads back

@@ -49,7 +49,7 @@ Buffers: TypeAlias = "Buffer | Sequence[Buffer]"
 
 _FIRST_WAIT_S: Final = 0.2
 _LONGEST_WAIT_S: Final = 10.0
-_LARGEST_NEW: Final = 4 << 20
+LARGEST_NEW: Final = 4 << 20
 """Exclusive creation has to be one request: conditions on multipart uploads do not hold everywhere."""
 
 
@@ -149,10 +149,10 @@ class Store:
         `data` has to hold a random token: "it exists" is believed only after reading it back, because
         a lost reply and a retry turn one's own success into that.
         """
-        if not 0 < len(data) <= _LARGEST_NEW:
+        if not 0 < len(data) <= LARGEST_NEW:
             raise PermanentStoreError(
                 f"{self._place(name)}: found {len(data)} bytes to create exclusively, expected 1 "
-                f"to {_LARGEST_NEW}"
+                f"to {LARGEST_NEW}"
             )
         create = self._ask("create", check_name(name), self._backend.create, writes=True)
         for _ in range(3):

@@ -75,17 +75,26 @@ class Header:
 def unsupported(tensor: Tensor) -> str | None:
     """Why a tensor cannot be written as it is, or None where it can."""
     import torch
+    from torch.nn.parameter import is_lazy
     from torch.utils import _python_dispatch as dispatch
 
+    kind = type(tensor).__name__
+    fault = None
     if dispatch.is_traceable_wrapper_subclass(tensor):
-        return f"a {type(tensor).__name__}, which wraps other tensors"
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return f"a tensor of layout {tensor.layout}"
-    if tensor.device.type == "meta":
-        return "a tensor on the meta device, without data"
-    if str(tensor.dtype) not in _CODES:
-        return f"a tensor of {tensor.dtype}"
-    return None
+        fault = f"a {kind}, which wraps other tensors"
+    elif is_lazy(tensor):
+        fault = f"a {kind}, which has no shape before its first forward"
+    elif kind == "FakeTensor":
+        fault = "a FakeTensor, without data"
+    elif tensor.device.type == "meta":
+        fault = "a tensor on the meta device, without data"
+    elif tensor.is_nested:
+        fault = "a nested tensor"
+    elif tensor.layout is not torch.strided or tensor.is_quantized:
+        fault = f"a tensor of layout {tensor.layout}"
+    elif str(tensor.dtype) not in _CODES:
+        fault = f"a tensor of {tensor.dtype}"
+    return fault
 
 
 def encode_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, Header]:

@@ -105,7 +105,7 @@ def test_unfinished_uploads_go_with_the_checkpoint_that_is_swept_and_others_stay
     save(manager, 1, generation=8)  # 99 is of a later generation: it may be on its way
     assert uploads_under(s3_server, store.url) == [name(99, 99).file("model.safetensors")]
     words = option_words(s3_server.options)
-    assert commands.main(["sweep", store.url, "--json", *words]) == 0
+    assert commands.main(["sweep", store.url, "--json", "--force", *words]) == 0
     assert str(name(99, 99)) in capsys.readouterr().out
     assert uploads_under(s3_server, store.url) == []
     assert manager.names() == [name(1, 8)]

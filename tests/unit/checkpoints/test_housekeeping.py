@@ -178,6 +178,8 @@ def test_a_run_rests_when_it_has_said_so_or_all_its_agents_are_dead_on_this_mach
 def test_sweep_takes_the_name_first_and_then_the_remains(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    claim(store)
+    summary(store, 1, "failed")
     for step in (95, 200):
         store.put(name(step).file("model.safetensors"), b"half")
     (tmp_path / "run" / name(200).folder / ".tmp-1-a").write_bytes(b"half")
@@ -218,16 +220,34 @@ def test_a_paused_writer_that_commits_beside_the_sweep_keeps_its_checkpoint_or_l
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "put_new", slow_commits_first)
-        code, told, _ = run(capsys, "sweep", store.url)
+        code, told, _ = run(capsys, "sweep", store.url, "--force")
     assert (code, told["swept"]) == (0, [])
     assert told["committed_meanwhile"] == [str(name(200))]
     assert same(CheckpointManager(store).restore(name(200)), state(200))
     late = slow.stage(state(300), name=name(300), parent=None, run_id="r", info={})
     store.put(name(300).file("model.safetensors"), b"half")
-    run(capsys, "sweep", store.url)
+    run(capsys, "sweep", store.url, "--force")
     with pytest.raises(Exception, match="was swept before it was committed"):
         slow.commit(late)
     assert CheckpointManager(store).latest() == name(200)
+
+
+def test_beside_a_loop_of_ones_own_sweep_leaves_what_may_be_under_way(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, live = (name(step).file("model.safetensors") for step in (95, 200))
+    first = tmp_path / "run" / ".tmp-1-c"  # on S3: an upload to a folder that no listing shows
+    first.write_bytes(b"half")
+    store.put(old, b"half")
+    store.put(live, b"half")
+    code, _, err = run(capsys, "sweep", store.url)
+    assert (code, store.exists(old), store.exists(live)) == (2, True, True)
+    assert f"checkpoint {name(200)} was begun, and no generation tells" in err
+    store.delete(live)
+    store.delete_tree(name(200).folder)
+    code, told, _ = run(capsys, "sweep", store.url)  # 95 is older than what was committed since
+    assert (code, told["swept"]) == (0, [str(name(95))])
+    assert first.exists()
 
 
 def test_sweep_clears_the_memory_of_dead_runs_and_leaves_that_of_the_living(

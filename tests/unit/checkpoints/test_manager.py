@@ -198,6 +198,47 @@ def test_with_keep_one_the_older_goes_only_when_the_newer_was_read_back(
     assert steps(manager) == [3]
 
 
+def test_a_manifest_that_arrived_torn_is_seen_before_the_older_checkpoint_goes(
+    local: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(local, keep=1)
+    save(manager, 1)
+    put_new = Store.put_new
+
+    def torn(self: Store, file: str, data: bytes) -> bool:
+        return put_new(self, file, data[:-9])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put_new", torn)
+        save(manager, 2)
+    assert "old checkpoints stay for now" in caplog.text
+    found = manager.restore_newest()
+    assert found is not None
+    assert same(found[1], state(1))
+
+
+def test_the_example_of_the_docs_goes_on_at_each_start_and_releases_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "checkpoint-format.md").read_text(encoding="utf-8")
+    example = compile(page.rpartition("```python\n")[2].partition("```")[0], "example", "exec")
+    monkeypatch.chdir(tmp_path)
+    for start in (1, 2):
+        names: dict[str, Any] = {}
+        exec(example, names)  # noqa: S102  # what the docs tell people to run
+        assert names["manager"].latest() == name(3 * start, start)
+
+    def full(*_: Any) -> None:
+        raise StoreFullError("no room")
+
+    monkeypatch.setattr(Store, "put", full)
+    names = {}
+    with pytest.raises(StoreFullError):
+        exec(example, names)  # noqa: S102
+    assert names["snapshot"].is_released
+    assert names["manager"].latest() == name(6, 2)
+
+
 def test_failing_retention_is_told_and_does_not_fail_the_commit(
     local: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,7 +275,10 @@ def test_files_to_which_a_remaining_manifest_refers_stay(local: Store) -> None:
     local.put_new(name(2).manifest, referring.to_json())
     save(manager, 3, protect=[name(2)])
     assert steps(manager) == [3, 2]
-    assert local.list(name(1).folder) == [name(1).file("model.safetensors")]
+    assert local.list(name(1).folder) == [
+        name(1).manifest,  # void: nobody can write over the file
+        name(1).file("model.safetensors"),
+    ]
     assert same(manager.restore(name(2)), state(1))
     save(manager, 4, protect=[name(2)])  # the remains of 1 are swept now, but not this file
     assert same(CheckpointManager(local).restore(name(2)), state(1))
@@ -577,10 +621,12 @@ def test_c25_killed_at_any_moment_of_a_save_the_newest_committed_one_verifies(
             known = check_newest(url, known)
         savers.stdin.close()
     assert known > 0
-    inventory = CheckpointManager(open_store(url)).catalog.inventory()
-    assert all(found.generation == 10 for found in inventory.unfinished)
+    manager = CheckpointManager(open_store(url))
+    inventory = manager.catalog.inventory()
     temps = list((tmp_path / "run").rglob(".tmp-*"))
     assert {temp.parent.name for temp in temps} <= {str(found) for found in inventory.unfinished}
+    save(manager, known + 1, generation=11)
+    assert manager.catalog.inventory().unfinished == []
 
 
 def check_newest(url: str, known: int) -> int:

@@ -202,6 +202,25 @@ def test_a_manifest_of_unknown_outcome_with_references_is_settled_by_writing_aga
 
 
 # ----------------------------------------------------------------------------------------- retention
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_the_name_of_a_deleted_checkpoint_is_not_free_while_a_file_of_it_is_needed(
+    store: Store, cut_short: bool
+) -> None:
+    manager = CheckpointManager(store, keep=1)
+    save(manager, 1)
+    save(manager, 2)  # refers to 1, which is deleted now
+    if cut_short:
+        store.delete(name(1).manifest)
+        save(manager, 3)
+    before = store.get(name(1).file(FROZEN))
+    with pytest.raises(CheckpointError, match="was swept before it was committed, or deleted"):
+        save(CheckpointManager(store), 1, backbone=7)
+    assert store.get(name(1).file(FROZEN)) == before
+    newest = 3 if cut_short else 2
+    assert manager.names() == [name(newest)]
+    assert same(manager.restore(name(newest)), expected(newest))
+
+
 def test_a_file_that_others_refer_to_outlives_its_checkpoint_and_goes_with_the_last(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -343,7 +362,7 @@ def test_whatever_is_committed_pruned_swept_and_damaged_what_remains_loads(
             argv = ["prune", url, "--keep", str(number), *(["--keep-every", "3"] if flag else [])]
             assert commands.main(argv) == 0
         elif kind == "sweep":
-            assert commands.main(["sweep", url]) == 0
+            assert commands.main(["sweep", url, "--force"]) == 0
         elif kind == "leave":
             ruin = name(step + number, generation - 1) if flag and generation > 1 else None
             if ruin is not None and ruin not in truth:

@@ -1,5 +1,6 @@
 import errno
 import logging
+import resource
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,29 @@ class Moody(LocalBackend):
         if self.moods:
             raise self.moods.pop(0)
         return super().size(name)
+
+
+class Linkless(LocalBackend):
+    """A real folder on what stands for a file system without hard links: only the call is refused."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return self._create_in_place(path, data)
+
+
+def test_without_hard_links_a_creation_that_fails_leaves_the_name_free(tmp_path: Path) -> None:
+    store = Store(str(tmp_path), Linkless(str(tmp_path)), retry_s=0.1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # a disk that is full after so much
+    try:
+        with pytest.raises(PermanentStoreError, match="File too large"):
+            store.put_new("checkpoints/x/manifest.json", b"t" * 4000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert store.list() == []
+    assert store.put_new("checkpoints/x/manifest.json", b"t" * 4000)
+    assert not store.put_new("checkpoints/x/manifest.json", b"u" * 4000)
 
 
 def busy() -> OSError:

@@ -19,9 +19,12 @@ from checkpoints.errors import (
     CheckpointError,
     DamagedError,
     NoCheckpointError,
+    OptionError,
+    RecordError,
     StoreFullError,
     SupersededError,
     TransientStoreError,
+    UnsupportedStateError,
 )
 from checkpoints.layout import FileEntry, Manifest, PartSum, void_manifest
 from checkpoints.store import Store, open_store
@@ -216,14 +219,28 @@ def test_a_manifest_of_unknown_outcome_keeps_its_files_and_is_settled_by_writing
         with pytest.raises(TransientStoreError):
             writer.write(store, snapshot, part_bytes=1000)
     assert snapshot.is_doubtful
+    manifest = reader.read_manifest(store, name(3))
     with monkeypatch.context() as patch:
         Failing(patch, "put", 1, StoreFullError("no room"))
+        assert writer.write(store, snapshot, part_bytes=1000) == manifest  # nothing is sent again
+    assert same(reader.restore(store, manifest), state(3))
+    assert not snapshot.is_doubtful
+
+
+def test_a_manifest_of_unknown_outcome_keeps_its_files_when_the_next_try_fails_too(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = stage(3)
+    with monkeypatch.context() as patch:
+        Failing(patch, "put_new", 1, TransientStoreError("no reply"))
+        with pytest.raises(TransientStoreError):
+            writer.write(store, snapshot, part_bytes=1000)
+    before = store.list()
+    with monkeypatch.context() as patch:
+        Failing(patch, "put", 3, StoreFullError("no room"))
         with pytest.raises(StoreFullError):
             writer.write(store, snapshot, part_bytes=1000)
-    manifest = reader.read_manifest(store, name(3))
-    assert same(reader.restore(store, manifest), state(3))
-    assert writer.write(store, snapshot, part_bytes=1000) == manifest
-    assert not snapshot.is_doubtful
+    assert store.list() == before != []
 
 
 def test_a_name_that_was_swept_is_not_committed_any_more(store: Store) -> None:
@@ -234,11 +251,80 @@ def test_a_name_that_was_swept_is_not_committed_any_more(store: Store) -> None:
         reader.read_manifest(store, name(3))
 
 
-def test_a_second_writer_of_the_same_name_is_refused(store: Store) -> None:
-    first = write(store, 3)
-    with pytest.raises(CheckpointError, match="was committed by another writer"):
+def test_a_second_writer_of_the_same_name_is_refused_before_it_writes(any_store: Store) -> None:
+    first = write(any_store, 3)
+    other: dict[str, object] = {**state(4), "job": {"cursor": 99}}
+    with pytest.raises(CheckpointError, match=r"committed by another writer.*greater generation"):
+        write(any_store, 3, tree=other)
+    assert reader.read_manifest(any_store, name(3)) == first
+    assert same(reader.restore(any_store, first), state(3))
+
+
+@pytest.mark.parametrize("manifest", [void_manifest(), b"torn"], ids=["void", "torn"])
+def test_under_a_name_that_is_taken_nothing_is_written(store: Store, manifest: bytes) -> None:
+    store.put_new(name(3).manifest, manifest)
+    with pytest.raises(CheckpointError):
         write(store, 3)
-    assert reader.read_manifest(store, name(3)) == first
+    assert store.list() == [name(3).manifest]
+
+
+def test_an_attempt_that_fails_leaves_the_files_of_the_one_that_won_meanwhile(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = Store.put
+    fails = [True]
+
+    def overtaken(self: Store, file: str, data: Any) -> None:
+        if fails and fails.pop():
+            write(store, 3)
+            raise StoreFullError("no room")
+        put(self, file, data)
+
+    monkeypatch.setattr(Store, "put", overtaken)
+    with pytest.raises(StoreFullError):
+        writer.write(store, stage(3), part_bytes=1000)
+    assert same(reader.restore(store, reader.read_manifest(store, name(3))), state(3))
+
+
+def test_a_fence_that_says_why_a_name_is_taken_is_believed(store: Store) -> None:
+    write(store, 3)
+
+    def fence() -> None:
+        raise SupersededError("newer", generation=1, newest=2)
+
+    with pytest.raises(SupersededError):
+        writer.write(store, stage(3), part_bytes=1000, fence=fence)
+
+
+@pytest.mark.parametrize(
+    ("run_id", "found"), [("", "nothing"), ("r" * 201, "201 characters")], ids=["empty", "long"]
+)
+def test_a_run_id_that_nobody_reads_back_is_refused(store: Store, run_id: str, found: str) -> None:
+    expected = f"^run_id: found {found}, expected 1 to 200 characters$"
+    with pytest.raises(OptionError, match=expected):
+        Buffers(split_bytes=SPLIT).stage(
+            state(3), name=name(3), parent=None, run_id=run_id, info={}
+        )
+    snapshot = stage(3)
+    snapshot.run_id = run_id  # what another way to make a snapshot might let through
+    with pytest.raises(RecordError, match=r"nobody could read it: .*run_id"):
+        writer.write(store, snapshot, part_bytes=1000)
+    assert store.list() == []
+
+
+def test_an_info_or_a_manifest_that_is_too_large_is_refused_before_anything_is_sent(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        UnsupportedStateError, match=r"^info: found 1048\d+ bytes, expected at most"
+    ):
+        Buffers(split_bytes=SPLIT).stage(
+            state(3), name=name(3), parent=None, run_id="r", info={"text": "x" * (1 << 20)}
+        )
+    monkeypatch.setattr(Store, "put", None)  # not a file is sent
+    monkeypatch.setattr(writer, "LARGEST_NEW", 5000)
+    with pytest.raises(RecordError, match=r"a manifest of \d+ bytes, .*at most 5000: more part_b"):
+        writer.write(store, stage(3), part_bytes=100)
 
 
 def test_a_released_snapshot_is_not_written(store: Store) -> None:
