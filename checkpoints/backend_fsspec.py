@@ -67,7 +67,7 @@ class _Client(NamedTuple):
 class FsspecBackend:
     """Any fsspec file system with folders and rename, e.g. SFTP."""
 
-    is_local = False
+    folder = None
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
         self._url = url

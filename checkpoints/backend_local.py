@@ -11,6 +11,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Final
 
 import xxhash
 
+from checkpoints.backends import NotAFileError
 from checkpoints.direct import write_direct
 
 _TEMP: Final = ".tmp-"
@@ -31,11 +33,10 @@ _NO_LINKS: Final = frozenset(
 class LocalBackend:
     """The operations of a store in one folder."""
 
-    is_local = True
-
     def __init__(self, path: str) -> None:
         # Absolute at once: a job may change its working directory.
         self.root = Path(path).expanduser().absolute()
+        self.folder = self.root
 
     def check(self) -> None:
         """Make the folder if need be, and put a file in it and away again."""
@@ -93,7 +94,7 @@ class LocalBackend:
         path = self.root / name
         with self._locked(path):
             try:
-                if _tag(path.read_bytes()) != tag:
+                if _tag(_read_all(path)) != tag:
                     return None
             except FileNotFoundError:
                 return None
@@ -102,17 +103,16 @@ class LocalBackend:
 
     def read(self, name: str, limit_bytes: int | None) -> bytes:
         """Read from the beginning."""
-        with (self.root / name).open("rb") as file:
-            return file.read() if limit_bytes is None else file.read(limit_bytes)
+        return _read_all(self.root / name, limit_bytes)
 
     def read_tagged(self, name: str) -> tuple[bytes, str]:
         """Read all; the tag is a hash of the content."""
-        data = (self.root / name).read_bytes()
+        data = _read_all(self.root / name)
         return data, _tag(data)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> int:
         """Read straight into the buffer."""
-        fd = os.open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open_file(self.root / name)
         try:
             done = 0
             while done < buffer.nbytes:
@@ -136,13 +136,24 @@ class LocalBackend:
         folder = prefix.rpartition("/")[0]
         return [name for name in self._walk(folder) if name.startswith(prefix)]
 
-    def _walk(self, folder: str) -> Iterator[str]:
+    def _walk(self, folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
         for entry in self._entries(folder):
             name = f"{folder}/{entry.name}" if folder else entry.name
-            if entry.is_dir():
-                yield from self._walk(name)
-            else:
+            if not _is_folder(entry):
                 yield name
+                continue
+            inside = above
+            if entry.is_symlink():
+                real = os.path.realpath(entry.path)
+                if real in above or self._lies_in(real, folder):
+                    continue  # a link back: all that it shows is listed already
+                inside = above | {real}
+            yield from self._walk(name, inside)
+
+    def _lies_in(self, real: str, folder: str) -> bool:
+        """Whether the way to a folder leads through this one."""
+        here = os.path.realpath(self.root / folder)
+        return here == real or here.startswith(real.rstrip("/") + "/")
 
     def _entries(self, folder: str) -> list["os.DirEntry[str]"]:
         try:
@@ -238,6 +249,40 @@ class LocalBackend:
             yield
         finally:
             os.close(fd)
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
+
+
+def _open_file(path: Path) -> int:
+    """Open what holds bytes; a FIFO would make one wait for whoever writes to it.
+
+    Raises:
+        NotAFileError: It is none.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO}:  # a socket has no such address
+            raise NotAFileError(error.errno, "found no file but a link or a socket") from error
+        raise
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        kind = "a folder" if stat.S_ISDIR(mode) else "a FIFO" if stat.S_ISFIFO(mode) else "a device"
+        raise NotAFileError(errno.EINVAL, f"found {kind}")
+    return fd
+
+
+def _read_all(path: Path, limit_bytes: int | None = None) -> bytes:
+    with open(_open_file(path), "rb") as file:  # a descriptor, not a path
+        return file.read() if limit_bytes is None else file.read(limit_bytes)
 
 
 class LocalAppender:

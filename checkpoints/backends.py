@@ -9,11 +9,16 @@ import errno
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
+from pathlib import Path
 from typing import Final, Protocol
 
 from checkpoints.errors import PermanentStoreError
 from checkpoints.redaction import redact, redact_url, secret_values
 from checkpoints.uploads import Upload
+
+
+class NotAFileError(OSError):
+    """Raised by a back end that was asked to read what is there, but holds no bytes: a folder, a FIFO, a loop of links."""
 
 
 class Appender(Protocol):
@@ -32,7 +37,9 @@ class Appender(Protocol):
 class Backend(Protocol):
     """The operations under one URL; names are relative to it and were checked by the store."""
 
-    is_local: bool
+    @property
+    def folder(self) -> Path | None:
+        """The local folder that it is, if it is one."""
 
     def check(self) -> None:
         """Raise unless the URL can be reached (and, where that is cheap to see, written)."""

@@ -7,6 +7,7 @@ little memory is needed. A single checkpoint is copied whole: what it referred t
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -64,8 +65,7 @@ def copy(question: Question) -> int:
     source = question.catalog.store
     options = arguments.to_options or (question.options if "://" in arguments.target else {})
     target = open_store(arguments.target, options)
-    if target.url == source.url:
-        raise CheckpointError(f"{source.display_url}: found the same URL twice")
+    _refuse_itself(source, target)
     found = question.catalog.inventory()
     names = question.names(found)
     target.check()
@@ -109,6 +109,26 @@ def _tell(question: Question, work: Copy) -> int:
 
 
 # --------------------------------------------------------------------------------------- whose it is
+def _refuse_itself(source: Store, target: Store) -> None:
+    """Refuse a target that is the source, or lies in it: the copy would grow into itself.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    here, there = (_real(store) for store in (source, target))
+    if here == there:
+        raise CheckpointError(f"{source.display_url}: found the same place twice")
+    if there.startswith(here.rstrip("/") + "/"):
+        raise CheckpointError(
+            f"{target.display_url}: lies in {source.display_url}, which is copied; expected another place"
+        )
+
+
+def _real(store: Store) -> str:
+    """One spelling of where a store is: links, `.` and `file://` lead to the same folder."""
+    return store.url if store.folder is None else os.path.realpath(store.folder)
+
+
 def _refuse_another_run(source: Catalog, target: Catalog, is_alone: bool) -> None:
     """Refuse a target that is another run's, or that has gone on by itself.
 
@@ -146,8 +166,8 @@ def _identity(catalog: Catalog) -> str:
 def _copy_records(work: Copy, newest: int | None) -> None:
     """The run's identity and its generations: what a start at the target has to know."""
     for name in (RUN, *work.source.list(f"{GENERATIONS}/")):
-        number = name.removeprefix(f"{GENERATIONS}/")[:6]
-        if newest is not None and number.isdigit() and int(number) > newest:
+        number = name.removeprefix(f"{GENERATIONS}/").partition(".")[0]
+        if newest is not None and number.isdecimal() and int(number) > newest:
             continue
         try:
             data = work.source.get(name, limit_bytes=4 << 20)

@@ -96,8 +96,7 @@ def open_target(
 
 def folder_of(store: Store) -> Path | None:
     """Where temp files for a target lie best: on its own disk, where it has one."""
-    path = Path(store.url.removeprefix("file://"))
-    return path if store.is_local and path.is_dir() else None
+    return store.folder if store.folder is not None and store.folder.is_dir() else None
 
 
 Sources = list[tuple["FileEntry", "bytes", "Header"]]

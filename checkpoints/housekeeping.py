@@ -7,11 +7,17 @@ refers to. Beside a run that may be at work both refuse, unless they are told to
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from typing import TYPE_CHECKING
 
 from checkpoints import segments
-from checkpoints.errors import NoCheckpointError, ObjectMissingError, OptionError
+from checkpoints.errors import (
+    DamagedError,
+    NoCheckpointError,
+    ObjectMissingError,
+    OptionError,
+    RecordError,
+)
 from checkpoints.generations import newest_generation, read_started
 from checkpoints.layout import GENERATIONS, CheckpointName
 from checkpoints.living import rests
@@ -21,11 +27,13 @@ from checkpoints.retention import Retention
 from checkpoints.terminal import Progress, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from checkpoints.catalog import Inventory
     from checkpoints.question import Question
     from checkpoints.store import Store
+
+logger = logging.getLogger(__name__)
 
 _FOLDERS = ("", GENERATIONS, "journal", "audit", "meeting")
 """Where a killed process may have left temp files, beside the checkpoints' own folders."""
@@ -46,8 +54,8 @@ def prune(question: Question) -> int:
     question.must_exist(found)
     if not arguments.dry_run:
         rests(catalog.store, "prune", force=arguments.force)
-    protected = _protected(question)
     good = {name for name, manifest in found.committed.items() if manifest}
+    protected = _protected(question, good)
     verified, damaged = _verify_one(question, found, good)
     good -= set(damaged)
     if verified is None:
@@ -71,11 +79,16 @@ def prune(question: Question) -> int:
     return 0
 
 
-def _protected(question: Question) -> set[CheckpointName]:
+def _protected(question: Question, good: Collection[CheckpointName]) -> set[CheckpointName]:
     """The best one, and the one that the newest generation began from."""
     protected: set[CheckpointName] = set()
-    with contextlib.suppress(NoCheckpointError):  # there is none, or it is gone
+    try:
         protected.add(question.catalog.resolve("best"))
+    except NoCheckpointError:
+        pass  # there is none, or it is gone
+    except (RecordError, DamagedError) as error:
+        logger.warning("which checkpoint is the best is not known, so none is deleted: %s", error)
+        protected.update(good)
     store = question.catalog.store
     newest = newest_generation(store)
     for record in read_started(store):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from checkpoints.errors import DamagedError
 from checkpoints.layout import MANIFEST, void_manifest
 
 if TYPE_CHECKING:
@@ -68,14 +69,14 @@ class Retention:
     def take_names(self, names: Iterable[CheckpointName]) -> None:
         """Let nobody use the names of deleted checkpoints whose folders others still need."""
         for name in names:
-            if self._store.put_new(name.manifest, void_manifest()):
+            if self._take(name):
                 self._catalog.add_void(name)
 
     def sweep(self, names: Iterable[CheckpointName], found: Inventory) -> list[CheckpointName]:
         """Take away what was begun and never committed; returns the names that are void now."""
         swept = []
         for name in names:
-            if not self._store.put_new(name.manifest, void_manifest()):
+            if not self._take(name):
                 continue  # its writer was only slow: now it is committed, and stays
             self._catalog.add_void(name)
             self._delete_files(name, found.unneeded(name))
@@ -103,6 +104,14 @@ class Retention:
                 self._swept.add(name)
                 deleted += [name.file(file) for file in files]
         return deleted
+
+    def _take(self, name: CheckpointName) -> bool:
+        """Make a name void; False where it has a manifest, whatever that is."""
+        try:
+            return self._store.put_new(name.manifest, void_manifest())
+        except DamagedError as error:  # put there by hand
+            logger.warning("checkpoint %s: left as it is: %s", name, error)
+            return False
 
     def _delete_files(self, name: CheckpointName, files: Iterable[str]) -> None:
         for file in files:

@@ -20,6 +20,7 @@ import tenacity
 from checkpoints.backends import (
     Appender,
     Backend,
+    NotAFileError,
     Verdict,
     classify,
     error_code,
@@ -95,7 +96,9 @@ class Store:
         self._secrets = secret_values(url, self._options)
         self.display_url = redact(redact_url(self.url), self._secrets)
         """The URL as it may be shown."""
-        self.is_local = backend.is_local
+        self.folder = backend.folder
+        """The local folder, absolute; None for any other store."""
+        self.is_local = self.folder is not None
         self._backend = backend
         self._was_let_in = False
         """Whether the server has accepted the credentials once."""
@@ -115,7 +118,7 @@ class Store:
     @property
     def can_append(self) -> bool:
         """Whether files can grow here."""
-        return self._backend.is_local
+        return self.is_local
 
     # ------------------------------------------------------------------------------------- writing
     def check(self) -> None:
@@ -344,9 +347,11 @@ class Store:
 
     def _mapped(
         self, action: str, name: str, error: Exception, *, writes: bool
-    ) -> StoreError | ObjectMissingError:
+    ) -> StoreError | ObjectMissingError | DamagedError:
         verdict = classify(error)
         place = self._place(name)
+        if isinstance(error, NotAFileError):
+            return DamagedError(f"{place}: {error.strerror}, expected a file")
         if verdict is Verdict.MISSING and not writes:
             return ObjectMissingError(f"{place}: there is no such object")
         reason = " ".join(str(error).split()) or "no reason given"

@@ -1,6 +1,7 @@
 """Deleting by hand: what goes, what stays, and that nobody deletes beside a living run unasked."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,25 @@ def test_prune_keeps_the_newest_every_so_many_th_and_the_best(
     assert folders == {str(name(step)) for step in (100, 90, 50, 20)}
     for step in (100, 90, 50, 20):
         assert same(CheckpointManager(store).restore(name(step)), state(step))
+
+
+def test_where_the_best_is_not_known_none_that_may_be_it_is_pruned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(str(tmp_path))
+    manager = CheckpointManager(store, keep=100)
+    for step in (1, 2, 3):
+        manager.commit(
+            manager.stage(state(step), name=name(step), parent=None, run_id="r", info={})
+        )
+    store.put("summary.json", b"{")
+    code, answer, _ = run(capsys, "prune", store.url, "--keep", "1", "--force")
+    assert code == 0
+    assert answer["deleted"] == []
+    assert "which checkpoint is the best is not known, so none is deleted" in caplog.text
+    store.delete("summary.json")
+    run(capsys, "prune", store.url, "--keep", "1", "--force")
+    assert steps(store) == [3]
 
 
 def test_a_dry_run_says_the_same_and_deletes_nothing(
@@ -271,6 +291,37 @@ def test_sweep_clears_the_memory_of_dead_runs_and_leaves_that_of_the_living(
     finally:
         stays.unlink(missing_ok=True)
         gone.unlink(missing_ok=True)
+
+
+def test_what_is_no_file_is_told_waited_for_by_nobody_and_harms_no_other(
+    store: Store,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path / "run"
+    (folder / name(200).folder).mkdir()
+    os.mkfifo(folder / name(200).manifest)
+    (folder / name(201).manifest).mkdir(parents=True)
+    (folder / name(202).folder).mkdir()
+    (folder / name(202).manifest).symlink_to("manifest.json")
+    (folder / name(202).file("up")).symlink_to("..")
+    _, listed, _ = run(capsys, "ls", store.url)
+    assert len(listed["checkpoints"]) >= 10
+    code, answer, _ = run(capsys, "verify", store.url)
+    assert code == 1
+    assert any("manifest.json: found a FIFO, expected a file" in line for line in problems(answer))
+    run(capsys, "sweep", store.url, "--force")
+    assert f"checkpoint {name(201)}: left as it is" in caplog.text
+    assert {100, 90, 10} <= set(steps(store))
+    manager = CheckpointManager(store)
+    found = manager.restore_newest()
+    assert found is not None
+    assert found[0].name == name(100)
+
+
+def problems(answer: Any) -> list[str]:
+    return [line for one in answer["checkpoints"] for line in one["problems"]]
 
 
 def test_forced_beside_a_living_run_temp_files_stay(store: Store, tmp_path: Path) -> None:

@@ -278,6 +278,19 @@ def test_another_run_is_never_written_over(
     assert "has gone on there by itself" in err
 
 
+@pytest.mark.parametrize("spelling", ["file://{run}", "{run}/.", "{link}", "{run}/copies/one"])
+def test_a_run_is_not_copied_into_itself(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], spelling: str
+) -> None:
+    (tmp_path / "link").symlink_to("run")
+    there = spelling.format(run=store.url, link=tmp_path / "link")
+    before = store.list()
+    code, _, err = run(capsys, "copy", store.url, there)
+    assert code == 2
+    assert "the same place twice" in err or "lies in" in err
+    assert store.list() == before
+
+
 def test_checkpoints_without_a_run_are_told_apart_by_their_run_id(
     tmp_path: Path, target: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
