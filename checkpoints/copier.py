@@ -100,13 +100,19 @@ def keep(value: object, still: frozenset[int]) -> object:
 
     tensor = torch.Tensor
 
+    def is_still(item: Tensor) -> bool:
+        try:
+            return item.data_ptr() in still
+        except RuntimeError:  # one that has no memory
+            return False
+
     def kept(item: object) -> object:
         if type(item) is dict:
             return {key: kept(inner) for key, inner in item.items()}
         if type(item) in (list, tuple) and isinstance(item, list | tuple):
             return type(item)(map(kept, item))
         if isinstance(item, tensor):
-            if unsupported(item) is not None or item.data_ptr() in still:
+            if is_still(item) or unsupported(item) is not None:
                 return item
             return item.detach().clone()
         if isinstance(item, dict):  # a Counter, an OrderedDict, a defaultdict

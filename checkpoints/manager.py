@@ -61,7 +61,7 @@ class CheckpointManager:
             store: The run's URL.
             keep: How many of the newest stay.
             keep_every: Of every so many steps one stays for ever.
-            part_bytes: The length that one checksum covers.
+            part_bytes: The most that one checksum covers.
             split_bytes: Files of tensors are split so that none is larger, where tensors allow it.
             fence: Called right before each commit; raises SupersededError or PartedError.
         """

@@ -163,7 +163,7 @@ class CheckpointOptions:
     tier: TierOptions = field(default_factory=TierOptions)
     """Other places for snapshots."""
     part_bytes: int = 64 << 20
-    """Files are checksummed, read and sent in parts of this size."""
+    """Files are checksummed and read in parts of at most this size."""
     split_bytes: int = 5_000_000_000
     """Files larger than this are split."""
 

@@ -18,10 +18,11 @@ import xxhash
 from checkpoints import references
 from checkpoints.errors import CheckpointError, DamagedError, ObjectMissingError, RecordError
 from checkpoints.layout import MANIFEST_LIMIT_BYTES, FileEntry, Manifest, PartSum, is_void
+from checkpoints.parts import READ_BYTES
 from checkpoints.store import LARGEST_NEW
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from checkpoints.snapshots import Snapshot, StagedFile
     from checkpoints.store import Store
@@ -42,7 +43,7 @@ def write(
     Args:
         store: Where it goes.
         snapshot: What to write.
-        part_bytes: The length that one checksum covers.
+        part_bytes: The most that one checksum covers.
         fence: Called right before the commit.
         base: A checkpoint whose files are referred to where they are the same (`references.settle`).
 
@@ -111,10 +112,9 @@ def _manifest(snapshot: Snapshot, files: Sequence[FileEntry]) -> Manifest:
 
 
 def _blank(file: StagedFile, part_bytes: int) -> FileEntry:
-    starts = range(0, file.size_bytes, part_bytes)
     parts = (
-        PartSum(offset=at, size=min(part_bytes, file.size_bytes - at), xxh3_128="0" * 32)
-        for at in starts
+        PartSum(offset=at, size=length, xxh3_128="0" * 32)
+        for at, length in _parts(file.size_bytes, part_bytes)
     )
     return FileEntry(name=file.name, size_bytes=file.size_bytes, parts=tuple(parts))
 
@@ -185,13 +185,20 @@ def write_files(
 
 
 def part_sums(data: memoryview, part_bytes: int) -> tuple[PartSum, ...]:
-    """The checksum of each part of a file."""
+    """The checksum of each part of a file; no part is longer than `part_bytes`."""
     sums = []
-    for offset in range(0, data.nbytes, part_bytes):
-        part = data[offset : offset + part_bytes]
-        digest = xxhash.xxh3_128_hexdigest(part)
-        sums.append(PartSum(offset=offset, size=part.nbytes, xxh3_128=digest))
+    for at, length in _parts(data.nbytes, part_bytes):
+        digest = xxhash.xxh3_128_hexdigest(data[at : at + length])
+        sums.append(PartSum(offset=at, size=length, xxh3_128=digest))
     return tuple(sums)
+
+
+def _parts(size_bytes: int, part_bytes: int) -> Iterator[tuple[int, int]]:
+    """Offset and length of each part: at least eight of a file, so that several readers share it evenly."""
+    whole = -(-size_bytes // (8 * READ_BYTES)) * READ_BYTES
+    length = min(part_bytes, max(READ_BYTES, whole))
+    for at in range(0, size_bytes, length):
+        yield at, min(length, size_bytes - at)
 
 
 def discard(store: Store, snapshot: Snapshot) -> None:

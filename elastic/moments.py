@@ -86,13 +86,12 @@ def _refuse_group(
 
 
 # ------------------------------------------------------------------------------------------- capture
-def capture_moments(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """The optimizer's state as a tree of live tensors.
+def capture_moments(optimizer: Optimizer, order: list[list[str]]) -> dict[str, Any]:
+    """The optimizer's state as a tree of live tensors; `order` is what `group_names` gave.
 
     Optimizers with a `state_dict` of their own (or hooks on it) are asked for it.
     """
     tree: dict[str, Any] = {"kind": type(optimizer).__qualname__}
-    order = group_names(optimizer, names)
     if _has_own_pair(optimizer):
         return tree | {"own": _walk(optimizer.state_dict(), Tensor.detach), "order": order}
     state: dict[str, Any] = {}
@@ -101,9 +100,9 @@ def capture_moments(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[s
     for group, group_order in zip(optimizer.param_groups, order, strict=True):
         for param, name in zip(group["params"], group_order, strict=True):
             params.add(id(param))
-            if param not in optimizer.state:
+            entry = optimizer.state.get(param)
+            if entry is None:
                 continue
-            entry = optimizer.state[param]
             state[name] = _walk(entry, Tensor.detach)
             if param.device.type != "cpu":
                 on_host[name] = sorted(k for k, v in entry.items() if _lies_on_host(v))

@@ -28,7 +28,7 @@ from elastic.digest import digest_of
 from elastic.errors import StartError
 from elastic.moments import capture_moments, group_names, match_groups, restore_moments
 from elastic.schedule import Driver, Schedule, Scheduler
-from elastic.weights import load_model, model_extra, model_tensors, parameter_names
+from elastic.weights import load_model, model_state, parameter_names
 
 __all__ = ["TrainState"]
 
@@ -128,16 +128,18 @@ class TrainState:
         """The state as a tree of live tensors, for `CheckpointManager.stage`. Any rank; no collectives."""
         model = self._attached()
         names = parameter_names(model)
-        tree: dict[str, Any] = {"model": model_tensors(model)}
-        if extra := model_extra(model):
+        tensors, extra = model_state(model)
+        tree: dict[str, Any] = {"model": tensors}
+        if extra:
             tree["model_extra"] = extra
         tree["optimizer"], tree["scheduler"] = {}, {}
         for name, optimizer in self._optimizers.items():
             schedule = self._schedules[name]
-            groups = zip(group_names(optimizer, names), schedule.capture_groups(), strict=True)
+            orders = group_names(optimizer, names)
+            groups = zip(orders, schedule.capture_groups(), strict=True)
             tree["optimizer"][name] = {
                 "groups": [{"names": order, **group} for order, group in groups],
-                **capture_moments(optimizer, names),
+                **capture_moments(optimizer, orders),
             }
             captured = schedule.capture_drivers()
             for driver in (n for n, of in self._driven.items() if of == name):

@@ -9,7 +9,7 @@ a foreign file is read without running anything in it. What may be missing is th
 import hashlib
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ __all__ = [
     "LoadReport",
     "load_model",
     "match_names",
-    "model_extra",
     "model_fingerprint",
+    "model_state",
     "model_tensors",
     "parameter_names",
     "plain_names",
@@ -52,8 +52,12 @@ def plain_names(module: nn.Module) -> dict[str, str]:
     Raises:
         StartError: Two entries have the same name once wrappers are left out.
     """
+    return _plain_names(module, module.state_dict())
+
+
+def _plain_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
     names: dict[str, str] = {}
-    for actual in module.state_dict():
+    for actual in state:
         plain = _plain_name(module, actual)
         if plain in names:
             raise StartError(
@@ -101,29 +105,31 @@ def _without_wrappers(root: nn.Module, actual: str) -> str:
 
 
 # ------------------------------------------------------------------------------- collect and compare
-def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All tensors of the model's state by plain name: live (they share memory with the model).
+def model_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """The model's state by plain name: its tensors, and what else it holds (`get_extra_state`).
 
-    Frozen parameters come as such: a checkpoint keeps them in a file of their own, sent only once.
+    Tensors are live: they share memory with the model. Frozen parameters come as such: a checkpoint keeps
+    them in a file of their own, sent only once.
     """
     state = module.state_dict(keep_vars=True)
-    found = ((plain, state[actual]) for plain, actual in plain_names(module).items())
-    return {
-        plain: value if _is_frozen(value) else value.detach()
-        for plain, value in found
-        if isinstance(value, Tensor)
-    }
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, object] = {}
+    for plain, actual in _plain_names(module, state).items():
+        value = state[actual]
+        if isinstance(value, Tensor):
+            tensors[plain] = value if _is_frozen(value) else value.detach()
+        else:
+            extra[plain] = value
+    return tensors, extra
+
+
+def model_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of `model_state`."""
+    return model_state(module)[0]
 
 
 def _is_frozen(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-
-
-def model_extra(module: nn.Module) -> dict[str, object]:
-    """What the model's state holds beside tensors (`get_extra_state`), by plain name."""
-    state = module.state_dict(keep_vars=True)
-    found = ((_plain_name(module, actual), value) for actual, value in state.items())
-    return {plain: value for plain, value in found if not isinstance(value, Tensor)}
 
 
 def model_fingerprint(module: nn.Module) -> list[list[object]]:
@@ -191,7 +197,7 @@ def load_model(
         tensors: By plain name.
         strict: All or nothing: names, shapes and types must be the model's. Otherwise what fits by
             name and shape is taken, cast where types differ, and the caller judges the report.
-        extra: What `model_extra` gave.
+        extra: The second part of `model_state`.
 
     Raises:
         StartError: A strict load found a difference; names the first tensor, with both shapes.

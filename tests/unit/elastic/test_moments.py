@@ -58,7 +58,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int, seed: int) -> None
 
 
 def written(optimizer: Optimizer, names: dict[Tensor, str]) -> Any:
-    tensors, skeleton = split(capture_moments(optimizer, names))
+    tensors, skeleton = split(capture_moments(optimizer, group_names(optimizer, names)))
     return join(skeleton, {name: tensor.clone() for name, tensor in tensors.items()})
 
 
@@ -208,7 +208,7 @@ def test_what_lay_in_host_memory_stays_there_unless_the_group_is_capturable(
         "exp_avg": torch.ones(2, device="meta"),
         "offloaded": torch.arange(2.0),
     }
-    saved = capture_moments(optimizer, {param: "w"})
+    saved = capture_moments(optimizer, [["w"]])
     assert saved["on_host"] == {"w": ["offloaded", "step"]}
     saved["state"]["w"]["exp_avg"] = torch.ones(2)  # as it is read: in host memory
     fresh, resumed = make()

@@ -15,8 +15,8 @@ from checkpoints.tensorfile import decode, encode
 from elastic.errors import StartError
 from elastic.weights import (
     load_model,
-    model_extra,
     model_fingerprint,
+    model_state,
     model_tensors,
     parameter_names,
     plain_names,
@@ -251,7 +251,7 @@ def test_state_that_is_no_tensor_is_kept_apart() -> None:
     model, fresh = nn.Sequential(part), nn.Sequential(loaded)
     part.count = 3
     assert list(model_tensors(model)) == ["0.weight", "0.bias"]
-    load_model(fresh, model_tensors(model), extra=model_extra(model))
+    load_model(fresh, model_tensors(model), extra=model_state(model)[1])
     assert loaded.count == 3
 
 
