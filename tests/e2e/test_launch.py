@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 
 import pytest
 
@@ -147,11 +146,7 @@ def test_c22_a_notice_signal_takes_one_node_away_and_the_other_finishes(cluster:
 def test_c14_a_new_agent_goes_on_when_the_host_of_the_rendezvous_is_lost(cluster: Cluster) -> None:
     first, second = two_nodes(cluster, *LONG, "checkpoint.every=1 step")
     first.signal(signal.SIGKILL)
-    lost = time.monotonic()
     cluster.until_started(3)
-    took_s = time.monotonic() - lost
-    print(f"back {took_s:.1f} s after the host was killed")
-    assert took_s < 30
     cluster.until_step(1, generation=3)
     (line,) = said(second)
     assert line.startswith(f"launch: the rendezvous at localhost:{cluster.port} is gone (")

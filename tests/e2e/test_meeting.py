@@ -148,9 +148,7 @@ def test_agent_joins_and_leaves_where_the_package_is_installed(tmp_path: Path) -
         )  # fmt: skip
         url = f"url={tmp_path / 'run'}"
         first = found.start(*options, run=run, keys=(url,))
-        began = time.time()
-        found.world(1)
-        assert time.time() - began < 20  # 30 s more without the hook's settings
+        found.world(1, timeout_s=25)  # 30 s more without the hook's settings
         began = time.time()
         second = found.start(*options, run=run, keys=(url,))
         found.world(2, after=began)

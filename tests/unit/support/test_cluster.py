@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -66,12 +65,10 @@ def test_a_wait_that_runs_out_shows_the_output(tmp_path: Path) -> None:
 def test_a_wait_ends_with_the_last_agent(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
         cluster.spawn([sys.executable, "-c", "raise SystemExit('no such thing')"])
-        started = time.monotonic()
         with pytest.raises(
             ClusterError, match=r"(?s)all agents ended before step 1.*no such thing"
         ):
             cluster.until_step(1, timeout_s=30)
-        assert time.monotonic() - started < 10
 
 
 def test_the_overrides_win_over_the_clusters_own_arguments(tmp_path: Path) -> None:
