@@ -200,7 +200,7 @@ def test_verify_finds_damage_of_each_file(
         (["export", "URL", "/nothing/"], "found no file name at its end"),
         (["export", "URL", "to", "--key", "ema"], "holds no tensors of 'ema', but of model"),
         (["export", "URL", "to", "--to-option", "x"], "--to-option: found 'x'"),
-        (["copy", "URL", "URL"], "found the same URL twice"),
+        (["copy", "URL", "URL"], "found the same place twice"),
         (["copy", "/nothing/here", "/nothing/there"], "no run and no checkpoint is there"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -1,7 +1,6 @@
 """The digits job: its data, its augmentation, and that it learns."""
 
 import hashlib
-import time
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -66,17 +65,6 @@ def test_indices_outside_the_dataset_are_refused_so_that_iteration_ends() -> Non
 def test_heldout_images_are_never_moved() -> None:
     images = Digits().eval_dataset()
     assert all(torch.equal(images[3][0], images[3][0]) for _ in range(20))
-
-
-def test_an_item_is_cheap() -> None:
-    images = Digits().dataset()
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        for index in range(1000):
-            images[index]
-        best = min(best, time.perf_counter() - start)
-    assert best / 1000 < 25e-6
 
 
 def test_metrics_are_counted_over_samples() -> None:
