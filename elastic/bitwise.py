@@ -57,6 +57,7 @@ class TreeReducer:
         self._losses: dict[int, Tensor | float] = {}
         self._counts: dict[int, Tensor | float] = {}
         self._flags: Sequence[float] = ()
+        self._row: Tensor | None = None
 
     def begin(self, phase: int, flags: Sequence[float]) -> None:
         """Forget the last phase's numbers."""
@@ -66,6 +67,7 @@ class TreeReducer:
         self._losses.clear()
         self._counts.clear()
         self._flags = flags
+        self._row = None
 
     @contextlib.contextmanager
     def turn(self, turn: Turn) -> Iterator[None]:
@@ -130,9 +132,18 @@ class TreeReducer:
         named = self.model.named_parameters()
         return next((name for name, parameter in named if parameter is wanted), f"number {number}")
 
+    def carry(self, row: Tensor) -> Callable[[], Tensor]:
+        """Let a row travel with the numbers: one message less, which counts where steps are short."""
+        self._row = row
+        return self._rows
+
+    def _rows(self) -> Tensor:
+        assert self._row is not None
+        return self._row.view(self._world.world_size, -1)
+
     def finish(self) -> Totals:
         """Finish the tree together with the other ranks. Collective."""
-        numbers = _Numbers(self._world, self._shards, self._flags, self._flat.used)
+        numbers = _Numbers(self._world, self._shards, self._flags, self._flat.used, self._row)
         numbers.send(self._own, self._losses, self._counts)
         buffers = [buffer for _, buffer in self._tree]
         everywhere = [
@@ -141,6 +152,7 @@ class TreeReducer:
         ]
         self._world.wait_for_gradients()
         totals, present, used = numbers.read(everywhere)
+        self._row = numbers.carried
         nodes = [nodes_of(of, present) for of in everywhere]
         if [node for node, _ in self._tree] != nodes[self._world.rank]:
             raise ValueError(
@@ -202,9 +214,16 @@ class _Numbers:
     """A rank's numbers of a phase, gathered from all ranks and added in the order of the shards."""
 
     def __init__(
-        self, world: World, shards: int, flags: Sequence[float], used: Sequence[bool]
+        self,
+        world: World,
+        shards: int,
+        flags: Sequence[float],
+        used: Sequence[bool],
+        row: Tensor | None,
     ) -> None:
         self._world, self._flags, self._used = world, flags, used
+        self.carried = row
+        """What travels beside them: this rank's before `read`, all ranks' after it."""
         workers = min(world.world_size, shards)
         self._slots = -(-shards // workers)
         self._size = len(flags) + 3 * self._slots + len(used)
@@ -232,8 +251,10 @@ class _Numbers:
             ]
             first = torch.tensor(head, dtype=torch.float64).to(device, non_blocking=True)
             self._own = torch.cat([first, *values_there])
+        if self.carried is not None:
+            self._own = torch.cat([self._own, self.carried])
         if self._world.world_size > 1:
-            self._all = self._own.new_empty(self._world.world_size * self._size)
+            self._all = self._own.new_empty(self._world.world_size * len(self._own))
             self._work = dist.all_gather_single(self._all, self._own, async_op=True)
 
     def read(self, everywhere: Sequence[range]) -> tuple[Totals, int, list[bool]]:
@@ -241,9 +262,11 @@ class _Numbers:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        rows = (
-            (self._all if self._world.world_size > 1 else self._own).view(-1, self._size).tolist()
-        )
+        every = self._all if self._world.world_size > 1 else self._own
+        table = every.view(-1, len(self._own))
+        if self.carried is not None:
+            self.carried = table[:, self._size :]
+        rows = table[:, : self._size].tolist()
         flags, slots = len(self._flags), self._slots
         summed = [sum(column) for column in zip(*(row[:flags] for row in rows), strict=True)]
         used = [

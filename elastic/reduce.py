@@ -86,6 +86,13 @@ class Reducer(Protocol):
         """Add the gradient of `term`, and what the micro-batch adds to the loss and the count."""
         ...
 
+    def carry(self, row: Tensor) -> Callable[[], Tensor] | None:
+        """Let a float64 row, as long on every rank, travel with the numbers; None where there is no room.
+
+        What is returned gives the rows of all ranks, by rank, once `finish` is done.
+        """
+        ...
+
     def finish(self) -> Totals:
         """Wait until all is summed."""
         ...
@@ -252,6 +259,9 @@ class PlainReducer:
         numbers[_LOSS], numbers[_COUNT_HIGH] = self._loss, high
         numbers[_COUNT_LOW] = count - high * _COUNT_UNIT
         return numbers
+
+    def carry(self, row: Tensor) -> None:
+        """None: these numbers are summed, and have been sent."""
 
     def finish(self) -> Totals:
         """The numbers of the step, summed over the ranks; waits for the device.

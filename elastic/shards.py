@@ -7,9 +7,9 @@ the samples, in float64 and in the order of the shards, others are those of shar
 `num_batches_tracked` counts steps. A change is seen however it was made, through `.data` too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from elastic.tree import owned
 from elastic.world import World
 
 __all__ = ["ShardBuffers"]
+
+Carry: TypeAlias = Callable[[Tensor], Callable[[], Tensor] | None]
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: what its bits are compared as."""
@@ -134,10 +136,14 @@ class ShardBuffers:
         self._rows[turn.shard] = row
 
     @torch.no_grad()
-    def send(self) -> None:
-        """After the last forward: where it is known what changes, it travels beside the gradients. Collective."""
+    def send(self, carry: Carry | None = None) -> None:
+        """After the last forward: where it is known what changes, it travels beside the gradients. Collective.
+
+        Args:
+            carry: `Reducer.carry`, which may have room for it.
+        """
         if self._norms and not self._others:
-            self._sent = self._gather(range(len(self._norms)), self._norms)
+            self._sent = self._gather(range(len(self._norms)), self._norms, carry)
 
     @torch.no_grad()
     def merge(self, changed: Sequence[float]) -> None:
@@ -193,7 +199,9 @@ class ShardBuffers:
         for place in places:
             place.restore()
 
-    def _gather(self, numbers: Sequence[int], every: Sequence[_Place]) -> "_Sent":
+    def _gather(
+        self, numbers: Sequence[int], every: Sequence[_Place], carry: Carry | None = None
+    ) -> "_Sent":
         """Weight and flattened buffers of each shard, in order; those of absent shards weigh nothing."""
         world = self._world
         ranges = [owned(rank, world.world_size, self._shards) for rank in range(world.world_size)]
@@ -204,12 +212,15 @@ class ShardBuffers:
         empty = torch.zeros(length, dtype=torch.float64, device=device)
         mine = torch.stack([*own, *[empty] * (slots - len(own))])
         if world.world_size == 1:
-            return _Sent(rows=mine, places=range(len(own)), work=None)
-        rows = mine.new_empty(world.world_size * slots, length)
-        work = dist.all_gather_single(rows, mine, async_op=True)
+            return _Sent(rows=mine, places=range(len(own)))
         places = [
             rank * slots + place for rank, of in enumerate(ranges) for place in range(len(of))
         ]
+        carried = None if carry is None else carry(mine.view(-1))
+        if carried is not None:
+            return _Sent(rows=mine, places=places, carried=carried)
+        rows = mine.new_empty(world.world_size * slots, length)
+        work = dist.all_gather_single(rows, mine, async_op=True)
         return _Sent(rows=rows, places=places, work=work)
 
     def _flatten(self, shard: int, numbers: Sequence[int], every: Sequence[_Place]) -> Tensor:
@@ -235,13 +246,16 @@ class _Sent:
     rows: Tensor
     places: Sequence[int]
     """The row of each shard."""
-    work: dist.Work | None
+    work: dist.Work | None = None
+    carried: Callable[[], Tensor] | None = None
 
     def wait(self) -> tuple[list[float], Tensor]:
         """Weights and values, in the order of the shards."""
         if self.work is not None:
             self.work.wait()
             self.work = None
+        if self.carried is not None:
+            self.rows = self.carried().reshape(-1, self.rows.shape[1])
         rows = self.rows[list(self.places)]
         return rows[:, 0].tolist(), rows[:, 1:]
 

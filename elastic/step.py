@@ -175,7 +175,7 @@ class Stepper:
         with frozen(self._foreign[index]):
             self._accumulate(index, step, batch, told, kinds=len(flags))
         if self._buffers is not None:
-            self._buffers.send()
+            self._buffers.send(self._reducer.carry)
         totals = self._reducer.finish()
         weighted, plain = (count > 0 for count in totals.flags[len(flags) :][:KIND_SLOTS])
         if weighted and plain:
