@@ -3,7 +3,8 @@
     python tests/bench/recovery_speed.py [--kills 50] [--blocks 5] [--arms warm,cold,plain] [--every 3]
 
 Each arm is a torchrun with two workers on this node, without changes to torchrun; the arms take turns, in blocks of kills. `warm` is the
-project as it is (its warm process is there some seconds after the start: `--settle`), `cold` the same with ELASTIC_WARM=0, `plain` DDP with torch.save at each step (tests/support/plain_ddp.py). A recovery
+project as it is (its warm process is there some seconds after the start: `--settle`), `cold` the same with ELASTIC_WARM=0, `plain` DDP with torch.save at each step (tests/support/plain_ddp.py), `switch` the same with
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which its restarts need; `lightning` and `accelerate` (pip install them) with that, too. A recovery
 is over when rank 0 has done a step that began after the kill; one that takes 40 s is counted as none, and that arm starts anew.
 Parts: `torchrun` until new workers' processes are there, `import` until the job is made, `meet` until the ranks have met
 and the process group stands, `restore` until the state is back, `step` until the first step is done.
@@ -25,6 +26,12 @@ sys.path.insert(0, str(ROOT))
 from tests.support import processes  # noqa: E402
 from tests.support.cluster import Agent, Cluster  # noqa: E402
 
+SCRIPTS = {
+    "plain": ["plain_ddp.py"],
+    "switch": ["plain_ddp.py"],
+    "lightning": ["peer_ddp.py", "lightning"],
+    "accelerate": ["peer_ddp.py", "accelerate"],
+}
 PARTS = ("torchrun", "import", "meet", "restore", "step")
 BOUND_S = 40.0
 START_S = 300.0
@@ -48,11 +55,12 @@ class Arm:
         self.cluster = Cluster(self.folder)
         self.moments = self.folder / "moments"
         restarts = 1_000_000
-        if self.name == "plain":
-            script = str(ROOT / "tests" / "support" / "plain_ddp.py")
-            self.agent = self.cluster.start(
-                None, nproc=2, max_restarts=restarts, run=[script, str(self.folder), str(DELAY_S)]
-            )
+        if self.name in SCRIPTS:
+            script, *words = SCRIPTS[self.name]
+            run = [f"{ROOT}/tests/support/{script}", *words, str(self.folder), str(DELAY_S)]
+            # Without the switch two restarts of three are lost: torchrun's, and so everybody's.
+            env = {} if self.name == "plain" else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            self.agent = self.cluster.start(None, nproc=2, max_restarts=restarts, run=run, env=env)
         else:
             self.agent = self.cluster.start(
                 f"{ROOT}/tests/support/recovering.py:Recovering",
