@@ -32,6 +32,7 @@ class LocalBackend:
     """The operations of a store in one folder."""
 
     is_local = True
+    can_swap = True
 
     def __init__(self, path: str) -> None:
         # Absolute at once: a job may change its working directory.

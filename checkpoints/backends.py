@@ -33,6 +33,8 @@ class Backend(Protocol):
     """The operations under one URL; names are relative to it and were checked by the store."""
 
     is_local: bool
+    can_swap: bool
+    """Whether `swap` replaces, and does not only create."""
 
     def check(self) -> None:
         """Raise unless the URL can be reached (and, where that is cheap to see, written)."""
