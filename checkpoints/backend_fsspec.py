@@ -68,6 +68,7 @@ class FsspecBackend:
     """Any fsspec file system with folders and rename, e.g. SFTP."""
 
     folder = None
+    can_swap = False
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
         self._url = url

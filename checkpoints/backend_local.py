@@ -33,6 +33,8 @@ _NO_LINKS: Final = frozenset(
 class LocalBackend:
     """The operations of a store in one folder."""
 
+    can_swap = True
+
     def __init__(self, path: str) -> None:
         # Absolute at once: a job may change its working directory.
         self.root = Path(path).expanduser().absolute()

@@ -14,6 +14,8 @@ from checkpoints.backend_fsspec import FsspecBackend, content_tag
 class MemoryBackend(FsspecBackend):
     """fsspec's objects in this process's memory; a lock makes its checks and writes one."""
 
+    can_swap = True
+
     _alone: Final = threading.RLock()
 
     def reconnect(self) -> None:

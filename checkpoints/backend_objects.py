@@ -20,6 +20,8 @@ ANY: Final = "*"
 class ObjectBackend(FsspecBackend):
     """The operations, by way of the few requests that a subclass gives."""
 
+    can_swap = True
+
     part_bytes = PART_BYTES
     most_parts = 10_000
 

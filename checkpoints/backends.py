@@ -41,6 +41,9 @@ class Backend(Protocol):
     def folder(self) -> Path | None:
         """The local folder that it is, if it is one."""
 
+    can_swap: bool
+    """Whether `swap` replaces, and does not only create."""
+
     def check(self) -> None:
         """Raise unless the URL can be reached (and, where that is cheap to see, written)."""
 

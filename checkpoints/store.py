@@ -116,6 +116,11 @@ class Store:
         return f"Store({self.display_url!r})"
 
     @property
+    def can_swap(self) -> bool:
+        """Whether `put_if` replaces here; everywhere it creates."""
+        return self._backend.can_swap
+
+    @property
     def can_append(self) -> bool:
         """Whether files can grow here."""
         return self.is_local

@@ -36,7 +36,6 @@ _RETRY_S: Final = 0.0
 _KEPT: Final = 32
 _DIGITS: Final = 12
 _MOST_STUCK: Final = 8
-_NO_SWAP: Final = ("sftp://", "ssh://")
 
 
 class _Cas(Protocol):
@@ -118,7 +117,7 @@ class Ballot:
         """
         self._store = open_store(endpoint, options, retry_s=_RETRY_S)
         name = _safe(rdzv_id)
-        versions = self._store.is_local or endpoint.startswith(_NO_SWAP)
+        versions = self._store.is_local or not self._store.can_swap
         self._cas: _Cas = (
             _Versions(self._store, f"{name}.leader")
             if versions

@@ -74,6 +74,11 @@ class Run(Saves):
         self.finish()
 
     @property
+    def has_stepped(self) -> bool:
+        """Whether this generation has done a step."""
+        return self._stepped
+
+    @property
     def over(self) -> bool:
         """Whether the run has come to its end: as planned, or stopped on purpose."""
         at = self.progress
@@ -88,6 +93,7 @@ class Run(Saves):
 
     def request(self, *, evaluate: bool = False) -> Request:
         """What this rank says in the next step's agreement."""
+        self._session.signals.arm()
         phase = "step" if self._stepped else "first step"
         self._session.slot.beat(self.progress.step + 1, phase)
         signals = self._session.signals

@@ -58,6 +58,10 @@ def end_worker(error: BaseException, session: Session, run: "Run | None") -> int
 
 
 def _tell(error: BaseException, session: Session, run: "Run | None") -> ExitCode:
+    is_unused = run is None or not run.has_stepped
+    if is_unused and session.signals.pending and is_collective(error):
+        # The others have ended at once, as this one would have; there is nothing to save.
+        error = PreemptedError("told to leave before the first step")
     if isinstance(error, PreemptedError):
         session.slot.end(session.slot.fault(error, "preempted"))
         _say_primary(session, str(error))

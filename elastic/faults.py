@@ -90,7 +90,7 @@ class Signals:
                 ) from error
 
     def arm(self) -> None:
-        """From here on a signal is a flag; before, there is nothing to save and it ends at once."""
+        """From the first step on a signal is a flag; before, there is nothing to save and it ends at once."""
         self._armed = True
 
     def ignore(self) -> None:

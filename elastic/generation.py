@@ -229,7 +229,9 @@ class Generation:
             self._begin_records(found, source, min(float(hello["began"]) for hello in self._hellos))
         if found.path is not None:
             self.keeper.count_try(found.path, began=True)
-        self._session.signals.arm()
+        if found.source == "memory":
+            # Further than the store: it must not end with its node.
+            self._session.signals.arm()
         self._session.slot.beat(self.progress.step, "first step")
         self.records.ledger.start()
 

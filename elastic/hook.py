@@ -27,6 +27,8 @@ FLAGS = frozenset({
 """torchrun's options that take no value; `_` for `-` is the same."""
 RENDEZVOUS = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 """A round closes after 1 s in place of 30, a dead node is seen after 3 s in place of 15."""
+SHARED = ("c10d", "etcd-v2")
+"""torchrun's back ends whose rounds need these settings, and whose ids are closed for good once a run has ended."""
 UNSHARE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -52,11 +54,12 @@ def prepare(argv: "Sequence[str]", environ: "MutableMapping[str, str]") -> None:
     options, _ = _parse(argv)
     backend = options.get("rdzv-backend", environ.get("PET_RDZV_BACKEND", "static"))
     nodes = node_range(argv, environ)
-    if backend != "c10d" or "standalone" in options:
+    if backend not in SHARED or "standalone" in options:
         return
     if nodes.rpartition(":")[2] == "1":
         # One node alone: a free port, where torchrun would take 29400 and meet another run there.
-        given = {} if "rdzv-endpoint" in options else {"PET_RDZV_ENDPOINT": "localhost:0"}
+        takes_port = backend == "c10d" and "rdzv-endpoint" not in options
+        given = {"PET_RDZV_ENDPOINT": "localhost:0"} if takes_port else {}
     else:
         # Without it a node that joins ends every agent: rank 0 never tells it the workers' store.
         given = {UNSHARE: "1", "PET_RDZV_CONF": RENDEZVOUS}
@@ -99,9 +102,18 @@ def _parse(argv: "Sequence[str]") -> "tuple[dict[str, str], str]":
     return options, ""
 
 
-def _backend() -> str:
+def _given(name: str, default: str) -> str:
     options, _ = _parse(sys.argv)
-    return options.get("rdzv-backend", os.environ.get("PET_RDZV_BACKEND", "static"))
+    variable = f"PET_{name.replace('-', '_').upper()}"
+    return options.get(name, os.environ.get(variable, default))
+
+
+def _backend() -> str:
+    return _given("rdzv-backend", "static")
+
+
+def _endpoint() -> str:
+    return _given("rdzv-endpoint", "localhost:29400")
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -114,14 +126,19 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
         kind.__name__.startswith("Rendezvous") and _backend() == "fsspec"
     ):
         line = str(error).partition("\n")[0]
+    elif kind.__name__ == "RendezvousClosedError":
+        line = (
+            f"the rendezvous {_given('rdzv-id', 'none')} at {_endpoint()} is closed: a launch has ended there; give all"
+            " nodes another --rdzv_id and start again: the run goes on"
+        )
     elif kind.__name__ == "RendezvousConnectionError":
-        options, _ = _parse(sys.argv)
-        given = os.environ.get("PET_RDZV_ENDPOINT", "localhost:29400")
         reason = (str(error.__cause__ or error).splitlines() or [""])[0]
         line = (
-            f"no rendezvous at {options.get('rdzv-endpoint', given)}: {reason}; where the port is taken or its host is"
+            f"no rendezvous at {_endpoint()}: {reason}; where the port is taken or its host is"
             " gone, give all nodes another --rdzv_endpoint=HOST:PORT and start again: the run goes on"
         )
+    elif kind.__name__ == "EtcdStubError":
+        line = "--rdzv_backend=etcd-v2: found no module etcd; pip install python-etcd"
     else:
         sys.__excepthook__(kind, error, trace)
         return

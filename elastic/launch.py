@@ -8,6 +8,7 @@ c10d rendezvous dies, a new agent in this process takes part in the next. What a
 import contextlib
 import copy
 import functools
+import importlib.util
 import io
 import logging
 import os
@@ -24,7 +25,7 @@ from elastic.config import describe_settings, parse_arguments, read_settings
 from elastic.entry import set_up_logging
 from elastic.errors import ConfigError, ElasticError, ExitCode, StartError
 from elastic.hearing import Hearing, ToldError, say, workers
-from elastic.hook import failures
+from elastic.hook import SHARED, failures
 from elastic.launching import MAX_RESTARTS, MONITOR_INTERVAL_S, Launch, complete, split
 from elastic.notices import leave_mark
 from elastic.options import Settings
@@ -152,6 +153,10 @@ class Launcher:
         """
         from torch.distributed import run as torchrun
 
+        if self._asked.backend == "etcd-v2" and importlib.util.find_spec("etcd") is None:
+            raise ConfigError(
+                "launch: --rdzv_backend=etcd-v2: found no module etcd, expected python-etcd; pip install python-etcd"
+            )
         _silence_torch()
         said = io.StringIO()
         try:
@@ -195,13 +200,21 @@ class Launcher:
         except ChildFailedError as error:
             return self._tell_failures(error)
         except RendezvousClosedError as error:
-            return self._tell_closed(error)
+            return None if self._takes_next_id(options) else self._tell_closed(error, options)
         except (RendezvousError, DistError) as error:
             return self._tell_lost(error, options, before)
         except ElasticError as error:
             sys.stderr.write(f"error: {error}\n")
             return error.code
         return ExitCode.DONE
+
+    def _takes_next_id(self, options: "argparse.Namespace") -> bool:
+        """Whether this is a new launch, which does not end because an earlier one has closed its id for good."""
+        if not self._asked.names_id or self._newest_worker() or options.rdzv_backend not in SHARED:
+            return False
+        name, _, number = options.rdzv_id.partition(".")
+        options.rdzv_id = f"{name}.{int(number or 1) + 1}"
+        return True
 
     def _tell_lost(
         self, error: BaseException, options: "argparse.Namespace", before: float
@@ -211,7 +224,7 @@ class Launcher:
 
         newest = self._newest_worker()
         line = _first_line(error)
-        if options.rdzv_backend == "c10d":
+        if options.rdzv_backend in SHARED:
             where = options.rdzv_endpoint or "localhost:29400"
             may_come = newest and not isinstance(error, RendezvousTimeoutError)
             if may_come and (self._gone_at is None or newest != before):
@@ -263,12 +276,18 @@ class Launcher:
             say("told to end, and nothing could be saved for that; the last checkpoint stays")
         return code
 
-    def _tell_closed(self, error: BaseException) -> ExitCode:
+    def _tell_closed(self, error: BaseException, options: "argparse.Namespace") -> ExitCode:
         """The launch has ended elsewhere: as the run did."""
-        options = self._settings.checkpoint
+        if not self._newest_worker() and options.rdzv_backend in SHARED:
+            say(
+                f"the rendezvous {options.rdzv_id} at {options.rdzv_endpoint} is closed: a launch has ended there; give"
+                " all nodes another --rdzv_id and start again: the run goes on"
+            )
+            return ExitCode.RETRY
+        checkpoint = self._settings.checkpoint
         code = ExitCode.RETRY
         with contextlib.suppress(CheckpointError):
-            code = code_at(options.url, options.storage_options)
+            code = code_at(checkpoint.url, checkpoint.storage_options)
         say(_first_line(error))
         return ExitCode.DONE if code is ExitCode.DONE else ExitCode.RETRY
 

@@ -15,7 +15,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from elastic.errors import ConfigError
-from elastic.hook import FLAGS, RENDEZVOUS, UNSHARE
+from elastic.hook import FLAGS, RENDEZVOUS, SHARED, UNSHARE
 from elastic.options import Settings
 
 __all__ = ["LAUNCHED", "RUNNER", "Command", "Launch", "complete", "rdzv_id", "split"]
@@ -58,6 +58,8 @@ class Launch:
     nnodes: str
     nproc: str
     max_restarts: str
+    names_id: bool
+    """Whether the id of the rendezvous is ours."""
 
 
 def split(argv: Sequence[str]) -> Command:
@@ -137,7 +139,7 @@ def complete(command: Command, settings: Settings, environ: Mapping[str, str]) -
         LAUNCHED: "1",
         "TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
-    if backend == "c10d" and _is_several(nnodes):
+    if backend in SHARED and _is_several(nnodes):
         # Without it a node that joins ends every agent, and a new agent cannot come back.
         variables[UNSHARE] = environ.get(UNSHARE, "1")
     if "OMP_NUM_THREADS" not in environ and nproc.isdigit() and int(nproc) > 1:
@@ -149,6 +151,7 @@ def complete(command: Command, settings: Settings, environ: Mapping[str, str]) -
         endpoint=added.get("rdzv-endpoint") or given.value("rdzv-endpoint"),
         nnodes=nnodes,
         nproc=nproc,
+        names_id="rdzv-id" in added,
         max_restarts=added.get("max-restarts", given.value("max-restarts", "0")),
     )
 
@@ -163,11 +166,11 @@ def _meeting(given: "_Given", url: str, nnodes: str) -> dict[str, str]:
         backend = added["rdzv-backend"] = _backend(url, endpoint, nnodes)
     if not endpoint and backend == "fsspec":
         added["rdzv-endpoint"] = f"{url.rstrip('/')}/rdzv"
-    elif not endpoint and not _is_several(nnodes):
+    elif not endpoint and backend == "c10d" and not _is_several(nnodes):
         added["rdzv-endpoint"] = "localhost:0"  # a free port, where torchrun would take 29400
     if not given.has("rdzv-id"):
         added["rdzv-id"] = rdzv_id(url)
-    if backend == "c10d" and _is_several(nnodes) and not given.has("rdzv-conf"):
+    if backend in SHARED and _is_several(nnodes) and not given.has("rdzv-conf"):
         added["rdzv-conf"] = RENDEZVOUS
     return added
 

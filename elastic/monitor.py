@@ -7,7 +7,7 @@ reported; a broken file is skipped, never raised.
 
 How an end is known: by the record that the worker wrote itself; else by the file of Python's fault handler (the
 signals that a crash raises); else by its mark of a SIGTERM; else it was killed, for lack of memory if the cgroup
-counted such a kill since the worker began. Does not import torch.
+(or, for want of one, the machine) counted such a kill since the worker began. Does not import torch.
 """
 
 import contextlib
@@ -63,6 +63,10 @@ _CRASHES: Final = {
     "Floating-point exception": "SIGFPE",
     "Illegal instruction": "SIGILL",
 }
+_OUT_OF_MEMORY: Final = "out of memory: the kernel ended a process of this cgroup"
+_LOADER_KILLED: Final = re.compile(
+    r"DataLoader worker .*(killed by signal: Killed|exited unexpectedly)"
+)
 _FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
 _ADDRESS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
@@ -87,6 +91,7 @@ class Slot:
         with path.open("w+b") as file:
             file.truncate(SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
+        self._kills = _oom_kills()
         self._write_head(None)
         self.beat(0, "start")
         self._crash_file: IO[str] = path.with_suffix(".crash").open("w", encoding="utf-8")
@@ -101,7 +106,7 @@ class Slot:
     def _write_head(self, generation: int | None) -> None:
         HEAD.pack_into(
             self._map, 0, MAGIC, os.getpid(), self._start, self._local_rank, self._rank,
-            -1 if generation is None else generation, _oom_kills(), time.time(), b"",
+            -1 if generation is None else generation, self._kills, time.time(), b"",
         )  # fmt: skip
 
     def begin(self, rank: int, generation: int | None) -> None:
@@ -173,6 +178,8 @@ class Slot:
         signature = hashlib.sha256(
             f"{name}|{where}|{_ADDRESS.sub('#', text)}".encode()
         ).hexdigest()[:16]
+        if _LOADER_KILLED.search(text) and -1 < self._kills < _oom_kills():
+            text = f"{_OUT_OF_MEMORY}; {text}"
         return Fault(
             rank=self._rank, local_rank=self._local_rank, host=socket.gethostname(), step=self._step,
             phase=self._phase, kind=kind, type=name, message=text[:2000], where=where, signature=signature,
@@ -275,9 +282,7 @@ def _explain(fault: Fault, slot: Path, kills: int) -> Fault:
     if _text(slot.with_suffix(".term")):
         return dataclasses.replace(fault, kind="ended", signal="SIGTERM")
     if kills >= 0 and _oom_kills() > kills:
-        return dataclasses.replace(
-            fault, message="out of memory: the kernel ended a process of this cgroup"
-        )
+        return dataclasses.replace(fault, message=_OUT_OF_MEMORY)
     return fault
 
 
@@ -290,19 +295,32 @@ def _text(path: Path) -> str:
 
 def _oom_kills() -> int:
     """Return how often the kernel has ended a process of our cgroup for lack of memory; -1 where nobody counts."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            number, controllers, path = line.split(":", 2)
-            if number == "0":
-                events = Path(f"/sys/fs/cgroup{path}/memory.events")
-            elif controllers == "memory":
-                events = Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
-            else:
-                continue
-            for event in events.read_text(encoding="utf-8").splitlines():
+    for path in _oom_counters():
+        with contextlib.suppress(OSError, ValueError):
+            for event in path.read_text(encoding="utf-8").splitlines():
                 if event.startswith("oom_kill "):
                     return int(event.split()[1])
     return -1
+
+
+def _oom_counters() -> Iterator[Path]:
+    """The files that may count such kills, the nearest first."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    for number, controllers, path in (line.split(":", 2) for line in lines):
+        if number == "0":
+            base, name = Path("/sys/fs/cgroup"), "memory.events"
+        elif controllers == "memory":
+            base, name = Path("/sys/fs/cgroup/memory"), "memory.oom_control"
+        else:
+            continue
+        yield base / path.lstrip("/") / name
+        yield (
+            base / name
+        )  # a container may see its own cgroup as the root, and the host's path for it
+    # Of the whole machine: a process in no cgroup is counted here alone.
+    yield Path("/proc/vmstat")
 
 
 def _where(error: BaseException) -> str | None:

@@ -219,6 +219,7 @@ class OwnRun(Run):
         self.claim()
         super().attach(model=model, **objects)
         self.restore(lambda: None)
+        self._session.signals.arm()
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(self, _sum_weighed)
             self._ddp = model

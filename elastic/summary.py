@@ -145,6 +145,7 @@ def _journal_tail(store: Store, generation: int) -> dict[str, Any]:
     names = [n for n in store.list(prefix) if n.endswith(".jsonl") and ".rank" not in n]
     start: dict[str, Any] = {}
     last: dict[str, Any] = {}
+    told: list[dict[str, Any]] = []
     for name in names[:1]:
         events = _events(store.get_range(name, 0, min(_TAIL_BYTES, store.size(name))))
         start = next((event for event in events if event.get("event") == "start"), {})
@@ -153,10 +154,12 @@ def _journal_tail(store: Store, generation: int) -> dict[str, Any]:
         begin = max(0, size - _TAIL_BYTES)
         events = _events(store.get_range(name, begin, size - begin))
         last = last or (events[-1] if events else {})
-        told = next((event for event in reversed(events) if "spent" in event), None)
-        if told is not None:
-            last = told
+        told = [*(event for event in events if "spent" in event), *told]
+        # A checkpoint is told after the steps that were done beside it.
+        if any(event.get("event") != "checkpoint" for event in told):
             break
+    if told:
+        last = {**told[-1], "step": max(int(event.get("step", 0)) for event in told)}
     return {**{key: start[key] for key in ("began", "ready") if key in start}, **last}
 
 

@@ -1,12 +1,14 @@
 """Public cases on what people see, and must not see: C51, C53."""
 
 import re
+from collections.abc import Iterator
 
 import pytest
 
 from tests.support import records
-from tests.support.cases import final_weight, run_once, tracer
-from tests.support.cluster import Cluster
+from tests.support.cases import SUPPORT, final_weight, run_once, tracer
+from tests.support.cgroups import memory_limit
+from tests.support.cluster import RUN, Agent, Cluster, torchrun_command
 
 FAULTY = ("args.step=3", "train.epochs=1", "train.global_batch_size=4", "checkpoint.every=1 step")
 
@@ -58,6 +60,74 @@ def test_c51b_an_exception_of_the_users_code_is_told_with_its_place(cluster: Clu
         assert (fault["rank"], fault["step"], fault["type"]) == (1, 3, "ValueError")
         assert fault["message"] == message
         assert re.search(place, fault["where"])
+
+
+LIMIT_BYTES = 2 << 30
+
+
+@pytest.fixture
+def limited(cluster: Cluster) -> Iterator[list[str]]:
+    """Words in front of a command that run it under a limit of memory, until the cluster has ended it."""
+    with memory_limit(LIMIT_BYTES) as words:
+        yield words
+        cluster.close()
+
+
+def start_limited(
+    cluster: Cluster, words: list[str], job: str, *overrides: str, restarts: int
+) -> Agent:
+    """Start three workers, as a container with a limit would."""
+    torchrun = [*torchrun_command(), "--nproc_per_node=3", f"--max_restarts={restarts}"]
+    run = [
+        "--rdzv_backend=c10d",
+        str(RUN),
+        *cluster.run_arguments(f"{SUPPORT}/hungry.py:{job}", (*FAULTY, *overrides)),
+    ]
+    return cluster.spawn([*words, *torchrun, *run])
+
+
+def test_c51c_a_worker_that_takes_all_memory_is_told_as_out_of_memory(
+    cluster: Cluster, limited: list[str]
+) -> None:
+    marker = f"args.marker={cluster.folder}/once"
+    agent = start_limited(cluster, limited, "Hungry", marker, restarts=1)
+    summary = cluster.complete()
+    told = (
+        "worker killed (SIGKILL, rank 1): out of memory: the kernel ended a process of this cgroup"
+    )
+    assert summary["generations"][1]["cause"] == told
+    faults = [event["fault"] for event in records.events(cluster.url, "fault")]
+    fault, *again = [fault for fault in faults if fault["kind"] == "killed"]
+    assert all(other == fault for other in again)
+    assert (fault["rank"], fault["step"]) == (1, 3)
+    assert fault["message"].startswith("out of memory")
+    assert fault["host"]
+    assert told in agent.output()
+    assert "Traceback" not in agent.output(), agent.tail()
+
+
+def test_c51c_without_restarts_the_last_lines_and_the_summary_tell_it(
+    cluster: Cluster, limited: list[str]
+) -> None:
+    agent = start_limited(cluster, limited, "Hungry", restarts=0)
+    assert agent.wait(90) != 0
+    last = "\n".join(agent.output().splitlines()[-10:])
+    assert re.search(r"rank 1\): out of memory: .* at step 3", last), agent.tail()
+    (fault,) = records.summary(cluster.url)["faults"]
+    assert (fault["rank"], fault["step"]) == (1, 3)
+    assert fault["message"].startswith("out of memory")
+
+
+def test_c51c_a_loader_worker_that_takes_all_memory_is_told_as_that(
+    cluster: Cluster, limited: list[str]
+) -> None:
+    given = ("loader.workers=1", f"args.marker={cluster.folder}/once")
+    start_limited(cluster, limited, "HungryLoader", *given, restarts=1)
+    summary = cluster.complete()
+    cause = summary["generations"][1]["cause"]
+    assert re.match(
+        r"worker raised RuntimeError: out of memory: .*DataLoader worker .*rank 1", cause
+    )
 
 
 SECRETS = {

@@ -1,4 +1,6 @@
-"""Public cases on worlds that change their size: C09, C11, C13; the run is started again with other workers."""
+"""Public cases on worlds that change their size: C09, C10, C11, C13."""
+
+import signal
 
 import pytest
 
@@ -12,7 +14,10 @@ from tests.support.cases import (
     tracer,
     weight,
 )
-from tests.support.cluster import Cluster
+from tests.support.cluster import Agent, Cluster
+
+# A busy machine keeps an agent from the processor for longer than the seconds that we set.
+PATIENT = "--rdzv_conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"
 
 
 def run_until(
@@ -35,6 +40,57 @@ def test_c09_samples_done_do_not_depend_on_the_present_world(cluster: Cluster) -
     assert weights == pytest.approx([19.250208, 26.262978], rel=REL)
     starts = records.events(cluster.url, "start")
     assert [start["position"] for start in starts][:3] == [0, 18, 30]
+
+
+def steps_done_again(cluster: Cluster) -> int:
+    """The steps that the audit has in more than one generation, each time but the first."""
+    done = {(line["generation"], line["step"]) for line in records.audit(cluster.url)}
+    return len(done) - len({step for _, step in done})
+
+
+def test_c10_a_node_that_leaves_and_comes_back_costs_no_step(cluster: Cluster) -> None:
+    # The loss sleeps: a signal comes in the middle of a step.
+    overrides = ("args.n=40", "args.delay=0.3", "train.global_batch_size=4")
+    memory = ("checkpoint.every=off", "checkpoint.tier.memory=1 step")
+    given = (tracer(), *overrides, *memory, "train.epochs=1000")
+
+    def start() -> Agent:
+        return cluster.start(*given, nproc=1, nnodes="1:2", max_restarts=5, launcher=[PATIENT])
+
+    first = start()
+    cluster.until_step(2)
+    second = start()
+    joined = until_world(cluster, 2, after=0)
+    second.signal(signal.SIGTERM)
+    assert second.wait(60) == 1
+    left = until_world(cluster, 1, after=joined)
+    second = start()
+    until_world(cluster, 2, after=left)
+    second.signal(signal.SIGTERM)
+    first.signal(signal.SIGTERM)
+    assert [agent.wait(60) for agent in (first, second)] == [1, 1]
+    assert "Traceback" not in first.output() + second.output(), first.tail()
+    epochs = max(line["epoch"] for line in records.audit(cluster.url)) + 1
+    run_once(cluster, *given[:-1], f"train.epochs={epochs}", nproc=1)
+    summary = records.summary(cluster.url)
+    assert summary["steps"] == 10 * epochs
+    assert_each_sample_once(cluster.url, 40, epochs)
+    # With a snapshot at each step a change of the world costs the step under way at most.
+    assert summary["lost_steps"] == steps_done_again(cluster) <= summary["restarts"]
+
+
+def until_world(cluster: Cluster, size: int, *, after: int) -> int:
+    """Wait until a world of a size, later than a generation, is in its second step; its generation."""
+
+    def there() -> int | None:
+        claims = records.claims(cluster.url)
+        found = [n for n, one in claims.items() if n > after and one["world_size"] == size]
+        return max(found, default=None)
+
+    found = cluster.until(there, f"a world of {size} after generation {after}", timeout_s=240)
+    begun = cluster.until_step(1, generation=found)
+    cluster.until_step(begun + 1, generation=found)
+    return found
 
 
 def test_c11_the_global_batch_does_not_change_with_the_world(cluster: Cluster) -> None:

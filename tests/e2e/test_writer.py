@@ -26,7 +26,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
         yield made
 
 
-def test_a_trainer_killed_right_after_a_snapshot_does_not_lose_it(node: Node) -> None:
+def test_c22_a_trainer_killed_right_after_a_snapshot_does_not_lose_it(node: Node) -> None:
     for _ in range(3):
         trainer = node.start(megabytes=32)
         node.until_step(2)

@@ -33,7 +33,7 @@ def until_step(slurm: Slurm, number: int, url: Path, step: int) -> None:
     )
 
 
-def test_a_job_is_preempted_and_warned_and_finishes(slurm: Slurm, cluster: Cluster) -> None:
+def test_c21_c22_a_job_is_preempted_and_warned_and_finishes(slurm: Slurm, cluster: Cluster) -> None:
     job = write_job(cluster, delay=0.5)
     number = slurm.submit(
         "--exclusive", "--time=60", "--signal=B:USR1@300", SCRIPT, str(job), f"checkpoint.url={cluster.url}"

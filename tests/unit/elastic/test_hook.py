@@ -67,9 +67,10 @@ def test_any_other_command_is_left_alone(argv: list[str]) -> None:
     assert sys.excepthook is before
 
 
-def test_nodes_in_a_range_get_the_settings_that_let_them_join() -> None:
+@pytest.mark.parametrize("backend", ["c10d", "etcd-v2"])
+def test_nodes_in_a_range_get_the_settings_that_let_them_join(backend: str) -> None:
     environ: dict[str, str] = {}
-    prepare(["torchrun", *RANGE, "-m", "elastic.run"], environ)
+    prepare(["torchrun", *RANGE, f"--rdzv_backend={backend}", "-m", "elastic.run"], environ)
     assert environ == {UNSHARE: "1", "PET_RDZV_CONF": RENDEZVOUS}
 
 
@@ -99,7 +100,8 @@ def test_settings_may_stand_in_the_environment() -> None:
         ["--standalone", "--nnodes=1:4"],
         ["--nnodes=1", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:29511"],
         ["--nnodes=2", "--node_rank=0", "--master_addr=h"],
-        ["--nnodes=1:4", "--rdzv_backend=etcd-v2"],
+        ["--nnodes=1:4", "--rdzv_backend=etcd"],
+        ["--nnodes=1", "--rdzv_backend=etcd-v2"],
     ],
 )
 def test_no_setting_where_no_node_can_join_or_the_back_end_is_another(words: list[str]) -> None:
@@ -176,6 +178,41 @@ def test_a_taken_port_is_one_line_that_names_it(
         "torchrun: no rendezvous at h1:29511: port: 29511, address already in use;"
     )
     assert "--rdzv_endpoint" in line
+
+
+class RendezvousClosedError(Exception):
+    """Torch's own, by name."""
+
+
+class EtcdStubError(ImportError):
+    """Torch's own, by name."""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            RendezvousClosedError(),
+            "the rendezvous mine at h1:2379 is closed: a launch has ended there; give all nodes another --rdzv_id and"
+            " start again: the run goes on",
+        ),
+        (
+            EtcdStubError(),
+            "--rdzv_backend=etcd-v2: found no module etcd; pip install python-etcd",
+        ),
+    ],
+)
+def test_what_etcd_lacks_is_one_line(
+    error: Exception,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["--rdzv_backend=etcd-v2", "--rdzv_endpoint=h1:2379", "--rdzv_id=mine"]
+    monkeypatch.setattr(sys, "argv", ["torchrun", *words, "-m", "elastic.run"])
+    prepare(sys.argv, {})
+    sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == f"torchrun: {line}\n"
 
 
 def test_any_other_error_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:

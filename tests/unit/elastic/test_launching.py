@@ -102,8 +102,11 @@ def test_a_number_of_nodes_that_is_none_is_told(nodes: str) -> None:
         made(f"--nnodes={nodes}")
 
 
-def test_several_nodes_over_c10d_get_what_lets_them_join() -> None:
-    launch = made("--nnodes=1:2 --rdzv_endpoint=h:1")
+@pytest.mark.parametrize("backend", ["c10d", "etcd-v2"])
+def test_several_nodes_get_what_lets_them_join(backend: str) -> None:
+    launch = made(f"--nnodes=1:2 --rdzv_backend={backend} --rdzv_endpoint=h:1")
+    assert launch.names_id
+    assert not made("--rdzv_id=mine").names_id
     assert options(launch)["rdzv-conf"] == RENDEZVOUS
     assert launch.environ[UNSHARE] == "1"
     assert made("--nnodes=1:2", environ={UNSHARE: "0"}).environ[UNSHARE] == "0"

@@ -185,6 +185,17 @@ def test_generation_killed_in_the_middle_of_a_line_counts_its_whole_lines(tmp_pa
     assert (found.end_step, found.steps_s, found.began) == (5, 5.0, T0)
 
 
+def test_checkpoint_that_is_told_after_later_steps_takes_none_of_them_away(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    leave_generation(store, 1, at=0, start=0, steps=5, parent=None)
+    journal = Journal(store, 1, clock=lambda: T0 + 8)
+    spent = {"steps": 6.0, "checkpoint": 0.5, "eval": 0.0}
+    journal.event("checkpoint", step=4, checkpoint="000001-000000000004", spent=spent)
+    journal.close()
+    (found,) = summary.past_rows(store, 2)
+    assert (found.end_step, found.steps_s, found.checkpoint_s) == (5, 6.0, 0.5)
+
+
 def test_long_journal_is_read_at_its_ends_alone(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     leave_generation(store, 1, at=0, start=0, steps=3000, parent=None)
