@@ -321,7 +321,7 @@ def hint(error: BaseException) -> str:
 
 # ---------------------------------------------------------------------------------------- by the URL
 _REMOTE: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:::|://)")
-_LOCAL: Final = re.compile(r"(?:file|local)://", re.IGNORECASE)
+_LOCAL: Final = re.compile(r"(?:file|local):(?://|(?=/))", re.IGNORECASE)
 
 
 def open_backend(url: str, options: Mapping[str, object]) -> Backend:

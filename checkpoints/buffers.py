@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
 from checkpoints import snapshots
+from checkpoints.canonical import dump
 from checkpoints.copier import DeviceCopy, keep, marks_of
 from checkpoints.errors import CheckpointError
 from checkpoints.frozen import Watch
@@ -157,7 +158,7 @@ class Buffers:
             self._tables = tables
             plan = Plan.of(tables.sizes)
             checked = check_info(what.info, what.name, what.run_id)
-            slot = self._take(plan.capacity(len(str(checked)) + 200 * len(tables.sizes)))
+            slot = self._take(plan.capacity(len(dump(checked)) + 200 * len(tables.sizes)))
             try:
                 memory = slot.memory.view()
                 snapshots.clear(memory)

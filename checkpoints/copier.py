@@ -103,7 +103,7 @@ def keep(value: object, still: frozenset[int]) -> object:
     def is_still(item: Tensor) -> bool:
         try:
             return item.data_ptr() in still
-        except RuntimeError:  # one that has no memory
+        except (RuntimeError, ValueError):  # one that has no memory
             return False
 
     def kept(item: object) -> object:

@@ -7,7 +7,6 @@ little memory is needed. A single checkpoint is copied whole: what it referred t
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -17,12 +16,14 @@ from checkpoints.catalog import Catalog
 from checkpoints.errors import (
     CheckpointError,
     DamagedError,
+    NoCheckpointError,
     ObjectMissingError,
 )
-from checkpoints.exporting import folder_of
+from checkpoints.exporting import folder_of, real_place
 from checkpoints.layout import (
     CHECKPOINTS,
     GENERATIONS,
+    MANIFEST_LIMIT_BYTES,
     RUN,
     CheckpointName,
     FileEntry,
@@ -115,18 +116,13 @@ def _refuse_itself(source: Store, target: Store) -> None:
     Raises:
         CheckpointError: It does.
     """
-    here, there = (_real(store) for store in (source, target))
+    here, there = (real_place(store) for store in (source, target))
     if here == there:
         raise CheckpointError(f"{source.display_url}: found the same place twice")
     if there.startswith(here.rstrip("/") + "/"):
         raise CheckpointError(
             f"{target.display_url}: lies in {source.display_url}, which is copied; expected another place"
         )
-
-
-def _real(store: Store) -> str:
-    """One spelling of where a store is: links, `.` and `file://` lead to the same folder."""
-    return store.url if store.folder is None else os.path.realpath(store.folder)
 
 
 def _refuse_another_run(source: Catalog, target: Catalog, is_alone: bool) -> None:
@@ -223,6 +219,10 @@ def _copy_checkpoint(work: Copy, manifest: Manifest, *, is_alone: bool) -> None:
             work.skipped_bytes += wanted.size_bytes
             work.progress.add(2 * wanted.size_bytes)
             return
+        if _is_present_otherwise(work.target, wanted):
+            work.present.append(wanted.name)
+            work.progress.add(2 * wanted.size_bytes)
+            return
         for entry in manifest.files:
             check_structure(work.source, manifest, entry)
         check_fit(work.source, manifest)
@@ -254,6 +254,57 @@ def _is_present(target: Store, wanted: Manifest) -> bool:
     return True
 
 
+def _is_present_otherwise(target: Store, wanted: Manifest) -> bool:
+    """Whether the target has the same checkpoint in another form: referring to others, or whole by itself.
+
+    Raises:
+        CheckpointError: The name is another checkpoint's, or void: no file under it is touched.
+    """
+    place = f"{target.display_url}/{wanted.name.manifest}"
+    try:
+        data = target.get(wanted.name.manifest, limit_bytes=MANIFEST_LIMIT_BYTES)
+    except ObjectMissingError:
+        return False
+    if data == wanted.to_json():
+        return False  # this very one, whose files are not all there any more
+    try:
+        found = Manifest.from_json(data, wanted.name.manifest)
+    except DamagedError:
+        found = None
+    if found is None or found.token != wanted.token:
+        raise CheckpointError(
+            f"{place}: found another one, expected none: the name was swept, or is another checkpoint's"
+        )
+    try:
+        for entry in found.files:
+            check_size(target, found, entry)
+    except DamagedError as error:
+        raise CheckpointError(
+            f"{place}: found it in another form and damaged ({error}); copy to another place"
+        ) from error
+    return True
+
+
+def _refuse_to_replace(target: Store, manifest: Manifest, entry: FileEntry) -> None:
+    """Refuse to write a file that a checkpoint at the target has, with other bytes, under its own name.
+
+    Raises:
+        CheckpointError: One has.
+    """
+    if entry.owner is None or entry.owner == manifest.name:
+        return
+    try:
+        owner = Catalog(target).manifest(entry.owner)
+    except (NoCheckpointError, DamagedError):
+        return
+    theirs = next((one for one in owner.files if one.name == entry.name), None)
+    if theirs is not None and theirs.owner is None and theirs.parts != entry.parts:
+        raise CheckpointError(
+            f"{target.display_url}/{object_name(manifest, entry)}: is another checkpoint's, expected"
+            f" that of the source; copy to another place"
+        )
+
+
 def _copy_file(
     work: Copy,
     mine: tuple[Manifest, FileEntry],
@@ -270,6 +321,7 @@ def _copy_file(
         work.skipped_bytes += entry.size_bytes
         work.progress.add(entry.size_bytes)
         return
+    _refuse_to_replace(work.target, manifest, entry)
     if text is not None:
         work.target.put(object_name(manifest, entry), text)
     else:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from checkpoints import parts, reader
 from checkpoints.errors import CheckpointError, DamagedError, NoCheckpointError, OptionError
+from checkpoints.layout import CHECKPOINTS
 from checkpoints.redaction import redact_url
 from checkpoints.spool import mapped, spool
 from checkpoints.store import open_store
@@ -42,6 +43,10 @@ def export(question: Question) -> int:
     name = catalog.resolve(question.which or "latest")
     manifest = catalog.manifest(name)
     target, file = open_target(arguments.target, question.options, arguments.to_options)
+    if (real_place(target) + "/").startswith(f"{real_place(catalog.store)}/{CHECKPOINTS}/"):
+        raise CheckpointError(
+            f"{target.display_url}/{file}: lies among the run's own checkpoints, expected another place"
+        )
     if not arguments.force and target.exists(file):
         raise CheckpointError(
             f"{target.display_url}/{file}: there is a file already; --force replaces it"
@@ -97,6 +102,11 @@ def open_target(
 def folder_of(store: Store) -> Path | None:
     """Where temp files for a target lie best: on its own disk, where it has one."""
     return store.folder if store.folder is not None and store.folder.is_dir() else None
+
+
+def real_place(store: Store) -> str:
+    """One spelling of where a store is: links, `.` and `file://` lead to the same folder."""
+    return store.url if store.folder is None else os.path.realpath(store.folder)
 
 
 Sources = list[tuple["FileEntry", "bytes", "Header"]]

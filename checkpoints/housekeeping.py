@@ -54,7 +54,8 @@ def prune(question: Question) -> int:
     question.must_exist(found)
     if not arguments.dry_run:
         rests(catalog.store, "prune", force=arguments.force)
-    good = {name for name, manifest in found.committed.items() if manifest}
+    # What a rollback left behind no reader takes: it counts for nothing, and the next commit clears it away.
+    good = {name for name, manifest in found.committed.items() if manifest} - found.left_behind
     protected = _protected(question, good)
     verified, damaged = _verify_one(question, found, good)
     good -= set(damaged)
@@ -68,7 +69,7 @@ def prune(question: Question) -> int:
         ordered = newest_first(good)
         if len(ordered) >= arguments.keep:
             floor = ordered[arguments.keep - 1]
-            ruins = found.committed.keys() - good - protected
+            ruins = found.committed.keys() - good - protected - found.left_behind
             going += sorted(name for name in ruins if name < floor)
     sizes = _freed(found, going)
     if going and not arguments.dry_run:

@@ -24,6 +24,7 @@ from checkpoints import reader, writer
 from checkpoints.buffers import Buffers, Snapshot
 from checkpoints.catalog import Catalog, CheckpointInfo, split_address, told
 from checkpoints.errors import CheckpointError, DamagedError, NoCheckpointError, OptionError
+from checkpoints.generations import newest_generation
 from checkpoints.policy import newest_first, retained
 from checkpoints.retention import Retention
 
@@ -65,11 +66,11 @@ class CheckpointManager:
             split_bytes: Files of tensors are split so that none is larger, where tensors allow it.
             fence: Called right before each commit; raises SupersededError or PartedError.
         """
-        numbers = {"keep": keep, "keep_every": keep_every or 1}
+        numbers = {"keep": keep, "keep_every": 1 if keep_every is None else keep_every}
         numbers |= {"part_bytes": part_bytes, "split_bytes": split_bytes}
         for key, value in numbers.items():
-            if value < 1:
-                raise OptionError(f"{key}: found {value}, expected at least 1")
+            if type(value) is not int or value < 1:
+                raise OptionError(f"{key}: found {value!r}, expected a whole number of at least 1")
         self.store = store
         self.catalog = Catalog(store)
         self._keep = keep
@@ -175,6 +176,14 @@ class CheckpointManager:
     def names(self) -> list[CheckpointName]:
         """The committed checkpoints, newest first: listed anew each time, damaged ones included."""
         return self.catalog.names()
+
+    def next_generation(self) -> int:
+        """One more than any generation that has left a name here: for a loop of one's own, at each start.
+
+        Damaged and swept checkpoints count too: their names are never free again.
+        """
+        used = [name.generation for name in self.catalog.inventory().files]
+        return max([newest_generation(self.store), *used]) + 1
 
     def latest(self, exclude: Collection[CheckpointName] = ()) -> CheckpointName | None:
         """The newest committed checkpoint that is not excluded."""

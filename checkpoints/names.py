@@ -42,6 +42,10 @@ class CheckpointName:
     step: int
 
     def __post_init__(self) -> None:
+        if type(self.generation) is not int or type(self.step) is not int:
+            raise RecordError(
+                f"checkpoint name: found generation {self.generation!r} and step {self.step!r}, expected whole numbers"
+            )
         if not 1 <= self.generation <= LARGEST_GENERATION or not 0 <= self.step <= LARGEST_STEP:
             raise RecordError(
                 f"checkpoint name: found generation {self.generation} and step {self.step}, "

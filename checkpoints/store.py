@@ -10,6 +10,7 @@ asked is asked again. An upload needs the same small memory whatever its size. A
 import builtins
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +56,7 @@ LARGEST_NEW: Final = 4 << 20
 
 
 def open_store(
-    url: str,
+    url: str | os.PathLike[str],
     storage_options: Mapping[str, object] | None = None,
     *,
     retry_s: float = 60.0,
@@ -74,6 +75,7 @@ def open_store(
         PermanentStoreError: Nothing serves such a URL, or its package is not installed.
     """
     options = {} if storage_options is None else storage_options
+    url = os.fspath(url)
     backend = open_backend(url, options)
     return Store(url, backend, options=options, retry_s=retry_s, sleep=sleep)
 

@@ -15,7 +15,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from checkpoints.canonical import JSON, LARGEST, parse
+from checkpoints.canonical import JSON, LARGEST, MOST_VALUES, count_values, parse
 from checkpoints.errors import CheckpointError, DamagedError, UnsupportedStateError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT: Final = 4096
+_MOST_DIMENSIONS: Final = 64
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of safetensors itself
 METADATA: Final = "__metadata__"
 
@@ -127,6 +128,11 @@ def encode_rows(rows: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[byte
     table: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
     for name, dtype, shape, size_bytes in rows:
+        if not _is_possible(shape, dtype):
+            raise UnsupportedStateError(
+                f"{name!r}: found shape {str(list(shape))[:80]}, expected at most {_MOST_DIMENSIONS}"
+                f" dimensions whose product, zeros left out, is below 2**63 bytes"
+            )
         offsets = [end, end + size_bytes]
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
         end += size_bytes
@@ -135,6 +141,10 @@ def encode_rows(rows: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[byte
     if padded > MAX_HEADER_BYTES:
         raise UnsupportedStateError(
             f"{len(rows)} tensors: their names take {padded} bytes, at most {MAX_HEADER_BYTES} fit"
+        )
+    if (count := count_values(text)) > MOST_VALUES:
+        raise UnsupportedStateError(
+            f"{len(rows)} tensors: their table has up to {count} values, at most {MOST_VALUES} are read"
         )
     header = struct.pack("<Q", padded) + text.ljust(padded)
     specs, offset = [], len(header)
@@ -262,11 +272,9 @@ def _read_spec(name: str, entry: JSON, start: int, where: str) -> TensorSpec:
         raise damage(f"dtype {dtype}")
     shape = _read_sizes(entry["shape"])
     offsets = _read_sizes(entry["data_offsets"])
-    if shape is None or len(shape) > 64:
+    if shape is None or len(shape) > _MOST_DIMENSIONS:
         raise damage(f"shape {entry['shape']}")
-    # An empty tensor may have other sizes that torch cannot multiply: bound those too.
-    extent = math.prod(max(size, 1) for size in shape) * DTYPES[dtype][1]
-    if offsets is None or len(offsets) != 2 or extent > LARGEST:
+    if offsets is None or len(offsets) != 2 or not _is_possible(shape, dtype):
         raise damage(f"data_offsets {entry['data_offsets']} of shape {entry['shape']}")
     size_bytes = offsets[1] - offsets[0]
     if size_bytes != math.prod(shape) * DTYPES[dtype][1]:
@@ -274,6 +282,12 @@ def _read_spec(name: str, entry: JSON, start: int, where: str) -> TensorSpec:
     return TensorSpec(
         name=name, dtype=dtype, shape=shape, offset=start + offsets[0], size_bytes=size_bytes
     )
+
+
+def _is_possible(shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether a reader takes a shape: of an empty tensor, too, torch multiplies the other sizes."""
+    extent = math.prod(max(size, 1) for size in shape) * DTYPES[dtype][1]
+    return len(shape) <= _MOST_DIMENSIONS and extent <= LARGEST
 
 
 def _read_sizes(value: JSON) -> tuple[int, ...] | None:

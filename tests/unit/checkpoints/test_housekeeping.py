@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from checkpoints import commands, segments
 from checkpoints.generations import write_started
 from checkpoints.journal import Journal
-from checkpoints.layout import AgentId, Claim, Started, claim_name, is_void
+from checkpoints.layout import AgentId, Claim, Rollback, Started, claim_name, is_void
 from checkpoints.living import may_be_at_work
 from checkpoints.manager import CheckpointManager
 from checkpoints.processes import boot_id, this_process
@@ -89,6 +90,19 @@ def test_where_the_best_is_not_known_none_that_may_be_it_is_pruned(
     store.delete("summary.json")
     run(capsys, "prune", store.url, "--keep", "1", "--force")
     assert steps(store) == [3]
+
+
+def test_what_a_rollback_left_behind_counts_for_nothing(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim(store, 1)
+    back = Rollback(generation=2, to=name(50))
+    mine = Claim.from_json(store.get(claim_name(1)), claim_name(1))
+    store.put_new(claim_name(2), replace(mine, generation=2, rollbacks=(back,)).to_json())
+    assert steps(store) == [50, 40, 30, 20, 10]
+    _, told, _ = run(capsys, "prune", store.url, "--keep", "2", "--force")
+    assert told["verified"] == str(name(50))
+    assert steps(store) == [50, 40, 20]  # the best is of step 20
 
 
 def test_a_dry_run_says_the_same_and_deletes_nothing(

@@ -16,7 +16,8 @@ from typing import IO, Any
 import pytest
 import torch
 
-from checkpoints import reader
+from checkpoints import commands, reader
+from checkpoints.canonical import JSON
 from checkpoints.catalog import split_address
 from checkpoints.errors import (
     CheckpointError,
@@ -24,8 +25,10 @@ from checkpoints.errors import (
     NoCheckpointError,
     OptionError,
     PermanentStoreError,
+    RecordError,
     StoreFullError,
     SupersededError,
+    UnsupportedStateError,
 )
 from checkpoints.layout import CheckpointName, FileEntry, Manifest, is_void, void_manifest
 from checkpoints.manager import CheckpointManager
@@ -547,7 +550,7 @@ def test_an_address_may_name_a_checkpoint(address: str, expected: tuple[str, str
 @pytest.mark.parametrize("option", ["keep", "keep_every", "part_bytes", "split_bytes"])
 def test_an_impossible_option_is_refused(option: str, local: Store) -> None:
     impossible: Any = {option: -1}
-    with pytest.raises(OptionError, match=f"^{option}: found -1, expected at least 1"):
+    with pytest.raises(OptionError, match=f"^{option}: found -1, expected a whole number of at least 1"):
         CheckpointManager(local, **impossible)
 
 
@@ -644,3 +647,48 @@ def check_newest(url: str, known: int) -> int:
     assert tree["step"] == newest.step
     assert newest.step >= known
     return newest.step
+
+
+def test_a_start_after_damage_or_a_sweep_has_names_that_are_free(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    manager = CheckpointManager(store)
+    assert manager.next_generation() == 1
+    for generation in (1, 2):
+        own = CheckpointName(generation=generation, step=4)
+        manager.commit(manager.stage(state(4), name=own, parent=None, run_id="r", info={}))
+    store.put(CheckpointName(generation=2, step=4).manifest, b"damaged")
+    assert CheckpointManager(store).next_generation() == 3
+    store.put(CheckpointName(generation=3, step=5).file("model.safetensors"), b"begun")
+    assert commands.main(["sweep", str(tmp_path), "--force"]) == 0
+    assert CheckpointManager(store).next_generation() == 4
+
+
+@pytest.mark.parametrize("info", [{"a": "\N{GRINNING FACE}" * 20_000}, {"a": '"' * 400_000}])
+def test_info_of_any_letters_has_room(tmp_path: Path, info: dict[str, JSON]) -> None:
+    manager = CheckpointManager(open_store(tmp_path))
+    manager.commit(manager.stage(state(1), name=name(1), parent=None, run_id="r", info=info))
+    assert CheckpointManager(manager.store).catalog.info(name(1)).info == info
+
+
+@pytest.mark.parametrize("numbers", [{"keep": 2.5}, {"keep": "3"}, {"keep_every": 0}])
+def test_numbers_that_are_none_are_refused_before_anything_is_saved(
+    tmp_path: Path, numbers: dict[str, Any]
+) -> None:
+    with pytest.raises(OptionError, match="expected a whole number of at least 1"):
+        CheckpointManager(open_store(tmp_path), **numbers)
+
+
+@pytest.mark.parametrize("step", [1.0, True, torch.tensor(3)])
+def test_a_name_of_what_is_no_whole_number_is_refused(step: Any) -> None:
+    with pytest.raises(RecordError, match="expected whole numbers"):
+        CheckpointName(generation=1, step=step)
+
+
+@pytest.mark.parametrize("shape", [[1] * 65, [0, 2**40, 2**21], [0, 2**62]])
+def test_a_shape_that_no_reader_takes_is_refused_when_it_is_staged(
+    tmp_path: Path, shape: list[int]
+) -> None:
+    manager = CheckpointManager(open_store(tmp_path))
+    tree = {"model": {"w": torch.zeros(shape)}}
+    with pytest.raises(UnsupportedStateError, match="'w': found shape"):
+        manager.stage(tree, name=name(1), parent=None, run_id="r", info={})

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints import commands, copying, frozen, reader, references, spool
-from checkpoints.layout import Claim, claim_name
+from checkpoints.layout import CheckpointName, Claim, claim_name
 from checkpoints.manager import CheckpointManager
 from checkpoints.store import Store, open_store
 from checkpoints.terminal import Progress
@@ -276,6 +276,48 @@ def test_another_run_is_never_written_over(
     code, _, err = run(capsys, "copy", store.url, target.url)
     assert code == 2
     assert "has gone on there by itself" in err
+
+
+def test_where_a_copy_has_gone_on_by_itself_none_of_its_files_is_touched(
+    tmp_path: Path, target: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def save(store: Store, generation: int, step: int, value: float) -> None:
+        manager = CheckpointManager(store, keep=9)
+        state = {"model": {"w": torch.full((9000,), value)}, "step": step}
+        own = CheckpointName(generation=generation, step=step)
+        manager.commit(manager.stage(state, name=own, parent=None, run_id="by-hand", info={}))
+
+    source = open_store(str(tmp_path / "hand"))
+    save(source, 1, 1, 1.0)
+    run(capsys, "copy", source.url, target.url)
+    save(source, 2, 2, 2.0)
+    save(target, 2, 2, 3.0)
+    code, _, err = run(capsys, "copy", source.url, target.url)
+    assert code == 2
+    assert "is another checkpoint's" in err
+    assert run(capsys, "verify", target.url)[0] == 0
+
+
+@pytest.mark.parametrize("alone_first", [True, False])
+def test_a_checkpoint_is_copied_alone_and_with_its_run_and_stays_whole(
+    store: Store, target: Store, capsys: pytest.CaptureFixture[str], alone_first: bool
+) -> None:
+    for address in [f"{store.url}@3", store.url][:: 1 if alone_first else -1]:
+        code, told, _ = run(capsys, "copy", address, target.url)
+        assert (code, told["problems"]) == (0, [])
+        assert run(capsys, "verify", target.url)[0] == 0
+    assert told["present"][0] == str(name(3))
+    assert same(CheckpointManager(target).restore(name(3)), {**tree(3), "model": plain(3)})
+
+
+def test_export_does_not_replace_a_file_of_a_checkpoint(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = f"{store.url}/{name(1).file('model.safetensors')}"
+    code, _, err = run(capsys, "export", store.url, file, "--force")
+    assert code == 2
+    assert "lies among the run's own checkpoints" in err
+    assert run(capsys, "verify", store.url)[0] == 0
 
 
 @pytest.mark.parametrize("spelling", ["file://{run}", "{run}/.", "{link}", "{run}/copies/one"])
