@@ -1,6 +1,6 @@
 """How long a world of three hosts stands still when a node dies, is cut off or joins; in seconds, as root.
 
-    python tests/bench/rendezvous_speed.py [--rounds 3] [--backend fsspec|c10d]
+    python tests/bench/rendezvous_speed.py [--rounds 3] [--backend fsspec|c10d] [--by torchrun|launch]
 
 Hosts are network namespaces with a torchrun agent and one worker each, on this machine's cores: most of each figure is
 Python and torch being loaded by three workers at once. Printed: from the fault (for a join: from the last step of the
@@ -30,9 +30,10 @@ from tests.support.hosts import Hosts  # noqa: E402
 class Bench:
     """One run on three hosts, hurt over and over."""
 
-    def __init__(self, hosts: Hosts, backend: str) -> None:
+    def __init__(self, hosts: Hosts, backend: str, *, by_launch: bool) -> None:
         self.hosts = hosts
         self.backend = backend
+        self.by_launch = by_launch
         self.newest = 0
         self.figures: dict[str, list[float]] = {}
 
@@ -43,6 +44,7 @@ class Bench:
             self.hosts.start(
                 number, tracer(), "args.n=1000000", "train.global_batch_size=6", "train.step_delay=0.05",
                 "checkpoint.every=20 steps", "timeout=10s", rdzv=rdzv,
+                by_launch=self.by_launch,
             )  # fmt: skip
 
     def measure(self, name: str, size: int, fault: Callable[[], None]) -> None:
@@ -82,13 +84,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--backend", choices=["fsspec", "c10d"], default="fsspec")
+    parser.add_argument("--by", choices=["torchrun", "launch"], default="torchrun")
     given = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as temporary,
         Cluster(Path(temporary), installed=True) as cluster,
         Hosts(cluster) as hosts,
     ):
-        bench = Bench(hosts, given.backend)
+        bench = Bench(hosts, given.backend, by_launch=given.by == "launch")
         bench.measure("first start of three", 3, lambda: bench.start(1, 2, 3))
         for _ in range(given.rounds):
             for leader in (False, True) if given.backend == "fsspec" else (False,):

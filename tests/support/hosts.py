@@ -127,7 +127,7 @@ class Hosts:
     # --------------------------------------------------------------------------------- agents
     def start(
         self, host: int, job: str | None, *overrides: str, rdzv: Sequence[str], run: Sequence[str] = (),
-        env: Mapping[str, str] | None = None, nnodes: str = "1:3",
+        env: Mapping[str, str] | None = None, nnodes: str = "1:3", by_launch: bool = False,
     ) -> Agent:  # fmt: skip
         """Start an agent with one worker on a host.
 
@@ -139,10 +139,13 @@ class Hosts:
             run: What torchrun starts, in place of our runner and its arguments.
             env: Additional environment.
             nnodes: Number or range of nodes.
+            by_launch: By `python -m elastic launch` in place of torchrun.
         """
-        ours = [str(RUN), *self.cluster.run_arguments(job, overrides)]
+        arguments = self.cluster.run_arguments(job, overrides)
+        ours = arguments if by_launch else [str(RUN), *arguments]
+        launcher = [sys.executable, "-m", "elastic", "launch"] if by_launch else torchrun_command()
         words = [
-            *torchrun_command(), f"--nnodes={nnodes}", "--nproc_per_node=1", "--max_restarts=20",
+            *launcher, f"--nnodes={nnodes}", "--nproc_per_node=1", "--max_restarts=20",
             f"--local_addr={self.address(host)}", f"--rdzv_id={self.cluster.rdzv_id}", *rdzv, *(run or ours),
         ]  # fmt: skip
         environ = {"GLOO_SOCKET_IFNAME": "eth0", **(env or {})}

@@ -550,7 +550,9 @@ def test_an_address_may_name_a_checkpoint(address: str, expected: tuple[str, str
 @pytest.mark.parametrize("option", ["keep", "keep_every", "part_bytes", "split_bytes"])
 def test_an_impossible_option_is_refused(option: str, local: Store) -> None:
     impossible: Any = {option: -1}
-    with pytest.raises(OptionError, match=f"^{option}: found -1, expected a whole number of at least 1"):
+    with pytest.raises(
+        OptionError, match=f"^{option}: found -1, expected a whole number of at least 1"
+    ):
         CheckpointManager(local, **impossible)
 
 
