@@ -83,6 +83,12 @@ def count_samples(dataset: Dataset[Any]) -> int:
     try:
         n = len(dataset)  # type: ignore[arg-type] # (torch's Dataset declares no __len__)
     except (TypeError, NotImplementedError) as error:
+        if hasattr(type(dataset), "__len__") and not isinstance(error, NotImplementedError):
+            told = f"{type(error).__name__}: {error}"
+            raise StartError(
+                f"dataset: found {name} whose __len__ fails ({told}), expected a whole number; are the job's args"
+                " of the right type?"
+            ) from error
         raise StartError(f"dataset: found {name} without a length, expected __len__") from error
     if n < 1:
         raise StartError(f"dataset: found {name} with no samples, expected at least 1")

@@ -40,7 +40,7 @@ from elastic.sampler import Plan
 from elastic.saving import Clocked, is_due, is_due_at_epoch_end
 from elastic.seeding import kept_random_state, seed_all
 from elastic.shards import ShardBuffers
-from elastic.step import KIND_SLOTS, Stepper, autocast
+from elastic.step import STEP_SLOTS, Stepper, autocast
 from elastic.tree import owned
 from elastic.weights import model_fingerprint
 from jobs.job import Job, Optimizers
@@ -316,7 +316,7 @@ class Training:
             phases=[phase.parameters for phase in phases],
             flags=REQUEST_SLOTS
             + run.paces.slots
-            + KIND_SLOTS
+            + STEP_SLOTS
             + (self._buffers.slots if self._buffers else 0),
             merges_buffers=self._buffers is not None,
         )

@@ -136,7 +136,7 @@ class PlainReducer:
         compiled: nn.Module | None,
         find_unused: bool,
         phases: Sequence[Sequence[nn.Parameter]] = (),
-        flags: int = 16,
+        flags: int = 20,
         merges_buffers: bool = False,
     ) -> None:
         """Wrap `plain` (on its device); `compiled` runs in its place where it was compiled.

@@ -150,7 +150,9 @@ class Plan:
         if within or not 0 <= position < self.samples:
             expected = f"a multiple of {self.global_batch_size} up to {self.samples}"
             raise StartError(
-                f"position: found {position} samples into the epoch, expected {expected}"
+                f"position: found {position} samples into the epoch, expected {expected}: what run.accept lets in"
+                " has to fit there; go on with the old value to the end of the epoch, or roll back to a checkpoint at"
+                " the end of one (python -m elastic rollback)"
             )
         return step
 

@@ -7,6 +7,7 @@ the samples, in float64 and in the order of the shards, others are those of shar
 `num_batches_tracked` counts steps. A change is seen however it was made, through `.data` too.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -21,6 +22,8 @@ from elastic.tree import owned
 from elastic.world import World
 
 __all__ = ["ShardBuffers"]
+
+logger = logging.getLogger(__name__)
 
 Carry: TypeAlias = Callable[[Tensor], Callable[[], Tensor] | None]
 
@@ -38,6 +41,8 @@ class _Place:
     """Whether it counts a norm's batches, of which a step is one."""
     always: bool
     """Whether torch changes it without its version showing it."""
+    is_persistent: bool
+    """Whether the model's state has it."""
     base: Tensor
     """Its content when the step began."""
     seen: Tensor
@@ -79,6 +84,9 @@ class ShardBuffers:
         places = _places(model)
         self._norms = [place for place in places if place.always]
         self._others = [place for place in places if not place.always]
+        self._unsaved = {
+            number for number, place in enumerate(self._others) if not place.is_persistent
+        }
         self._rows: dict[int, dict[int, Tensor]] = {}
         self._samples: dict[int, int] = {}
         self._sent: _Sent | None = None
@@ -150,6 +158,9 @@ class ShardBuffers:
         """Merge the shards' buffers; `changed` are the flags summed over the ranks. Collective."""
         numbers = [*range(len(self._norms))]
         numbers += [len(self._norms) + number for number, count in enumerate(changed) if count]
+        for number in [n for n in self._unsaved if changed[n]]:
+            self._unsaved.discard(number)
+            self._tell_unsaved(self._others[number].name)
         # Where only a forward without samples has changed something, nothing has changed.
         self._restore_changed()
         if not numbers:
@@ -182,6 +193,14 @@ class ShardBuffers:
             place.note()
         for place in merged[len(self._norms) :]:
             place.base.copy_(place.now)
+
+    def _tell_unsaved(self, name: str) -> None:
+        if self._world.is_primary:
+            logger.warning(
+                "buffer %s is changed in training and is not persistent, so no checkpoint has it: after a restart it begins"
+                " anew, and what is computed from it may differ; register it with persistent=True",
+                name,
+            )
 
     def _changed(self) -> list[bool]:
         """Of each buffer that is not a norm's whether it differs from the step's beginning."""
@@ -299,6 +318,7 @@ def _places(model: nn.Module) -> list[_Place]:
                 name=name,
                 tracks=tracks,
                 always=norm,
+                is_persistent=name not in module._non_persistent_buffers_set,  # noqa: SLF001  # torch tells it nowhere else
                 base=plain.detach().clone(),
                 seen=buffer,
                 version=buffer._version,  # noqa: SLF001

@@ -24,7 +24,7 @@ from elastic.reduce import PlainReducer, Reducer
 from elastic.sampler import Plan
 from elastic.shards import ShardBuffers
 from elastic.state import TrainState
-from elastic.step import KIND_SLOTS, Stepper, autocast
+from elastic.step import STEP_SLOTS, Stepper, autocast
 from elastic.tree import owned
 from elastic.world import World
 from jobs.job import Job, Loss, Mean, Metric
@@ -165,7 +165,7 @@ def run(
         )  # fmt: skip
     else:
         reducer = PlainReducer(
-            model, world, compiled=None, find_unused=True, flags=REQUEST_SLOTS + KIND_SLOTS + buffers.slots,
+            model, world, compiled=None, find_unused=True, flags=REQUEST_SLOTS + STEP_SLOTS + buffers.slots,
             merges_buffers=True,
         )  # fmt: skip
     stepper = Stepper(

@@ -462,6 +462,16 @@ class Both(Endless):
         return 10 * index
 
 
+class Mistyped(Dataset[int]):
+    n: Any = 1.5  # what a job's wrong argument makes of it
+
+    def __len__(self) -> int:
+        return len(range(self.n))
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 class Unsized(Dataset[int]):
     """Tells no length."""
 
@@ -473,6 +483,7 @@ class Unsized(Dataset[int]):
     ("dataset", "text"),
     [
         (Endless(), "dataset: found Endless, which only iterates, expected a map-style dataset, with __len__ and __getitem__(index); index what it reads, as docs/data.md shows under Streams"),
+        (Mistyped(), "dataset: found Mistyped whose __len__ fails (TypeError: 'float' object cannot be interpreted as an integer), expected a whole number; are the job's args of the right type?"),
         (Unsized(), "dataset: found Unsized without a length, expected __len__"),
         (Drawing(0), "dataset: found Drawing with no samples, expected at least 1"),
     ],

@@ -1,6 +1,7 @@
 """Buffers that belong to a shard, merged the same in every world."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from elastic.shards import ShardBuffers
 from elastic.tree import owned
 from elastic.world import World
 from tests.support.pool import Pool, pool
+from tests.support.ranked import world_of
 
 SHARDS = 5
 
@@ -153,3 +155,24 @@ def outside(world: World) -> Any:
         buffers.leave(Turn(shard=shard), 2)
     buffers.merge(buffers.flags)
     return model.seen.tolist(), model.hidden.tolist()
+
+
+def test_what_no_checkpoint_has_is_told_once_when_it_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Module()
+    model.register_buffer("kept", torch.zeros(2))
+    model.register_buffer("lost", torch.zeros(2), persistent=False)
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    with world_of(0, 1, tmp_path) as world:
+        buffers = ShardBuffers(model, world, 1)
+        for _ in range(3):
+            buffers.begin()
+            turn = Turn(shard=0)
+            buffers.enter(turn)
+            for name in ("kept", "lost"):
+                model.get_buffer(name).add_(1)
+            buffers.leave(turn, 2)
+            buffers.merge(buffers.flags)
+    (line,) = caplog.messages
+    assert line.startswith("buffer lost is changed in training and is not persistent")

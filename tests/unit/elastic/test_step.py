@@ -178,6 +178,8 @@ class Case:
     leave: tuple[int, int] | None = None
     """(step, rank) of a SIGTERM."""
     steps: int = 99
+    freezes_alone: bool = False
+    """Whether rank 0 freezes a parameter after the first step."""
 
 
 def make_job(case: Case) -> Tracer:
@@ -200,7 +202,7 @@ def train(world: World, case: Case) -> dict[str, Any]:
         grad_clip=case.grad_clip,
         precision="fp32" if scaler is None else "fp16",
     )
-    reducer = PlainReducer(model, world, compiled=None, find_unused=False)
+    reducer = PlainReducer(model, world, compiled=None, find_unused=case.freezes_alone)
     phases = phases_of(job, optimizer)
     stepper = Stepper(job, reducer, phases, scaler=scaler, options=options, world=world)
     loader = Loader(job.dataset(), plan, rank=world.rank)
@@ -215,6 +217,8 @@ def train(world: World, case: Case) -> dict[str, Any]:
             results.append(stepper.run(step, batch, request))
         except (AttentionError, StartError) as error:
             return {"error": str(error)}
+        if case.freezes_alone and world.is_primary:
+            next(model.parameters()).requires_grad_(False)
         weights.append(
             [number for p in model.parameters() for number in p.detach().flatten().tolist()]
         )
@@ -251,6 +255,7 @@ CASES: dict[str, Case] = {
     "undecided": Case(job="Undecided", n=8, batch=8, micro=2),
     "sparse": Case(job="Sparse"),
     "thawing": Case(job="Thawing"),
+    "freezing": Case(job="Wide", freezes_alone=True),
     "weightless": Case(job="Weightless"),
     "half": Case(job="Half", steps=1),
     "half weighted": Case(job="Half", steps=1, weighted=True),
@@ -375,6 +380,15 @@ def test_gradient_that_no_reducer_knows_is_refused(world_results: Results) -> No
                 "one of parameter 1 of the optimizer, shape (1,), which asked for none"
                 in found["thawing"]["error"]
             )
+
+
+def test_what_one_rank_alone_freezes_is_refused_by_all(world_results: Results) -> None:
+    for found in world_results:
+        if len(world_results) == 1:
+            assert len(found["freezing"]["weights"]) == 3
+        else:
+            line = "step 2: found other parameters with requires_grad on some ranks than on others, expected"
+            assert found["freezing"]["error"].startswith(line)
 
 
 def test_step_in_which_nothing_counts_says_so(world_results: Results) -> None:
