@@ -310,7 +310,7 @@ def compare_replicas(world: World, digest: str, *, when: str) -> None:
     hosts = ", ".join(dict.fromkeys(world.hosts[rank] for rank in odd))
     raise ReplicaError(
         f"{when}: {who} (digests {', '.join(dict.fromkeys(digests))}); nothing of this state is saved; "
-        f"the memory of {hosts} may be faulty, or a parameter is not synchronised"
+        f"the memory of {hosts} may be faulty, a parameter is not synchronised, or a hook (on_step, on_epoch) changed something on the primary alone"
     )
 
 
