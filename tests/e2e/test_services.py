@@ -73,7 +73,7 @@ def assert_right_model(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("server", "by"),
-    [("etcd", "torchrun"), ("store", "launch"), *soaked(("etcd", "launch"), ("store", "torchrun"))],
+    [("etcd", "torchrun"), *soaked(("store", "launch"), ("etcd", "launch"), ("store", "torchrun"))],
     indirect=["server"],
 )
 def test_a_worker_and_the_first_agent_die_and_a_node_joins(
@@ -98,7 +98,8 @@ def test_a_worker_and_the_first_agent_die_and_a_node_joins(
     assert_right_model(cluster)
 
 
-@pytest.mark.parametrize("server", ["etcd", *soaked("store")], indirect=True)
+@pytest.mark.soak
+@pytest.mark.parametrize("server", ["etcd", "store"], indirect=True)
 def test_a_finished_run_is_started_again_by_the_same_command(
     cluster: Cluster, server: EtcdServer | StoreServer
 ) -> None:
