@@ -19,6 +19,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Bits:
     return run_worlds(folder, DIGITS, (*SMALL_DIGITS, *BITWISE), [], last=1)
 
 
+@pytest.mark.soak
 def test_digits_have_the_same_bits_through_kills_and_worlds_of_4_2_3_1_and_4(
     alone: Bits, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support import records
@@ -25,6 +26,7 @@ def weights_sha256(weights: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.soak
 def test_the_default_job_reaches_its_accuracy_and_is_complete(bare_cluster: Cluster) -> None:
     url = bare_cluster.folder / "runs" / "digits"
     agent = bare_cluster.spawn(COMMAND)  # from another working directory: the URL is relative to it

@@ -62,6 +62,7 @@ def test_c51d_each_way_to_hang_is_named_and_costs_one_restart(cluster: Cluster) 
     cluster.until(lambda: not cluster.leftovers(), "the watcher's end", timeout_s=10, idle=True)
 
 
+@pytest.mark.soak
 def test_own_loop_that_hangs_is_restarted_and_one_that_evaluates_is_left_alone(
     cluster: Cluster,
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_host_on_which_every_start_fails_leaves_and_the_other_goes_on(cluster:
     assert {generation["world_size"] for generation in summary["generations"]} == {1}
 
 
+@pytest.mark.soak
 def test_a_slow_rank_is_named_once(cluster: Cluster) -> None:
     given = ("train.max_steps=220", "train.logical_shards=2", "checkpoint.every=off")
     agent = cluster.start(f"{JOB}:Slow", BATCH, *given)

@@ -14,6 +14,7 @@ LONG = ("args.n=400", "args.delay=0.05", "train.global_batch_size=4", "train.epo
 HINT = "python -m elastic launch, with the same arguments, gives the run's"
 
 
+@pytest.mark.soak
 def test_a_spot_interruption_takes_its_node_away_and_the_other_goes_on(cluster: Cluster) -> None:
     with aws() as staying, aws() as leaving:
         addresses = [{"AWS_EC2_METADATA_SERVICE_ENDPOINT": fake.url} for fake in (staying, leaving)]

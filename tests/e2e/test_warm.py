@@ -146,7 +146,8 @@ def test_a_forked_worker_is_as_if_torchrun_had_started_it(cluster: Cluster) -> N
     assert not any("run.py" in line for line in lines)
 
 
-@pytest.mark.parametrize("workers", [*soaked("fork"), "spawn"])
+@pytest.mark.soak
+@pytest.mark.parametrize("workers", ["fork", "spawn"])
 def test_started_as_a_module_with_loader_workers_every_sample_is_used_once(
     cluster: Cluster, workers: str
 ) -> None:
@@ -289,6 +290,7 @@ def test_a_warm_process_that_still_imports_ends_with_its_agent(cluster: Cluster)
     until_gone(cluster, 10)
 
 
+@pytest.mark.soak
 def test_after_the_warm_process_is_killed_the_next_start_is_ordinary(cluster: Cluster) -> None:
     agent = start(cluster)
     until_told(cluster, 0)
@@ -381,10 +383,11 @@ def test_two_launches_at_once_share_no_warm_process(tmp_path: Path) -> None:
             assert path.stat().st_mode & 0o077 == 0, path
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("overrides", "given"),
     [
-        *soaked(((), {"env": {"ELASTIC_WARM": "0"}})),
+        ((), {"env": {"ELASTIC_WARM": "0"}}),
         (("train.warm_start=off",), {}),
     ],
 )

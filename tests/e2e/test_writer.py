@@ -14,7 +14,6 @@ from checkpoints.segments import segments_of
 from tests.support.fault_proxy import Fault, FaultProxy, Kind
 from tests.support.object_stores import S3Server, s3_options, s3_server
 from tests.support.saving import Node
-from tests.support.soaking import soaked
 from tests.support.writer_kills import kill_trainers, kill_writers
 
 __all__ = ["s3_server"]
@@ -105,7 +104,8 @@ def test_a_silent_writer_is_left_alone(node: Node) -> None:
     node.check_newest()
 
 
-@pytest.mark.parametrize("memory", [True, *soaked(False)])
+@pytest.mark.soak
+@pytest.mark.parametrize("memory", [True, False])
 def test_durable_steps_advance_though_trainers_die_faster_than_uploads_end(
     s3_server: S3Server, memory: bool
 ) -> None:
