@@ -7,7 +7,8 @@ import pytest
 
 from tests.support import records
 from tests.support.cases import REL, assert_each_sample_once, final_weight, tracer
-from tests.support.cluster import RUN, Cluster, free_port
+from tests.support.cluster import RUN, Cluster
+from tests.support.ports import free_port
 from tests.support.tools import need_tool
 
 OVERRIDES = ("args.n=12", "train.epochs=1", "train.global_batch_size=4")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import Agent, free_port, torchrun_command
+from tests.support.cluster import Agent, torchrun_command
+from tests.support.ports import free_port
 from tests.support.soaking import soaked
 from tests.support.worlds import WORKER, Worlds, kill_often, worlds
 

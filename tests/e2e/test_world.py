@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import Agent, Cluster, free_port
+from tests.support.cluster import Agent, Cluster
 from tests.support.distribution import ROOT
+from tests.support.ports import free_port
 
 WORKER = ROOT / "tests" / "support" / "world_worker.py"
 

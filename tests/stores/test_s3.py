@@ -16,7 +16,7 @@ from tests.stores.contract import CompareAndSetContract, Opener
 from tests.support.fault_proxy import Fault, FaultProxy, Kind
 from tests.support.object_stores import SECRET, S3Server, s3_options
 from tests.support.other_stores import MiniServer
-from tests.support.servers import free_port
+from tests.support.ports import free_port
 
 
 class TestSecondS3Store(CompareAndSetContract):

@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import Self, TypeVar
 
 from tests.support import processes, records
 from tests.support.distribution import ROOT, python_path
+from tests.support.ports import free_port
 
 T = TypeVar("T")
 
@@ -52,13 +52,6 @@ FOREIGN_PREFIXES = (
 
 class ClusterError(AssertionError):
     """Raised when a run did not do in time what a test waits for; the text shows the outputs' ends."""
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def is_served(port: int) -> bool:

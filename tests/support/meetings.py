@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from tests.support.distribution import ROOT
-from tests.support.servers import LOOPBACK, Server, free_port
+from tests.support.ports import LOOPBACK, free_port
+from tests.support.servers import Server
 from tests.support.tools import missing, need_tool
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.servers import LOOPBACK, READY_S, Server
+from tests.support.ports import LOOPBACK
+from tests.support.servers import READY_S, Server
 from tests.support.tools import need_tool
 
 KEY = "testkey"
@@ -114,7 +115,7 @@ def _free_ports() -> int:
         with ExitStack() as stack:
             probe = stack.enter_context(socket.socket())
             probe.bind((LOOPBACK, 0))
-            base = 15_000 + int(probe.getsockname()[1]) % 30_000
+            base = 11_000 + int(probe.getsockname()[1]) % 5_000
             try:
                 for port in range(base, base + _PORTS):
                     for one in (port, port + _GRPC):

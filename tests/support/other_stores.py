@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.object_stores import s3_options
-from tests.support.servers import LOOPBACK, Server
+from tests.support.ports import LOOPBACK
+from tests.support.servers import Server
 from tests.support.tools import missing, need_tool
 
 ACCOUNT = "devstoreaccount1"

@@ -3,22 +3,15 @@
 import contextlib
 import http.client
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
+from tests.support.ports import LOOPBACK, free_port
+
 READY_S = 60.0
-LOOPBACK = "127.0.0.1"
-
-
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:
@@ -29,7 +22,7 @@ class Server:
 
     def __init__(self, folder: Path, *, port: int | None = None) -> None:
         self.folder = folder
-        self.port = free_port() if port is None else port
+        self.port = free_port(for_server=True) if port is None else port
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -22,7 +22,8 @@ from typing import Self
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.servers import LOOPBACK, Server, free_port
+from tests.support.ports import LOOPBACK, free_port
+from tests.support.servers import Server
 from tests.support.tools import missing, need_tool
 
 PROGRAMS = (

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import processes
-from tests.support.cluster import Agent, Cluster, free_port, torchrun_command
+from tests.support.cluster import Agent, Cluster, torchrun_command
 from tests.support.distribution import ROOT
+from tests.support.ports import free_port
 
 WORKER = ROOT / "tests" / "support" / "meeting_worker.py"
 

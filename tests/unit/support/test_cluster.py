@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import processes
-from tests.support.cluster import Agent, Cluster, ClusterError, free_port
+from tests.support.cluster import Agent, Cluster, ClusterError
 from tests.support.distribution import python_path
+from tests.support.ports import free_port
 
 # An agent with two workers in sessions of their own, as torchrun starts them.
 AGENT = """
