@@ -45,6 +45,8 @@ _ENDS_AGENT: Final = (ExitCode.WRONG, ExitCode.ATTENTION, ExitCode.SUPERSEDED)
 def end_worker(error: BaseException, session: Session, run: "Run | None") -> int:
     """Tell and record why this worker ends; returns its exit code, or ends the agent with it."""
     session.slot.enter("end")
+    # The agent's signal, which another rank may have asked for, must not break off the line that this one owes.
+    session.signals.arm()
     code = _tell(error, session, run)
     _kill_children()
     write_verdict(session.folder, session.place.local_rank, code)

@@ -94,7 +94,6 @@ def test_c48_restarts_still_serve_a_killed_worker(cluster: Cluster) -> None:
 
 JOB = """
 from tests.support.tracer import Tracer
-from tests.support.ports import free_port
 
 class Typed(Tracer):
     def __init__(self, lr, word, n=12):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,20 @@ def end_with_a_child() -> int:
 
 def test_loader_workers_are_ended_with_their_trainer() -> None:
     assert run_alone(end_with_a_child).code == 0
+
+
+class Interrupted(ElasticError):
+    """The agent's signal comes while the line is made: another rank has asked for it."""
+
+    def __str__(self) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "what is owed"
+
+
+def end_while_the_agent_ends() -> int:
+    return end_worker(caught(Interrupted()), session_at(3), None)
+
+
+def test_line_that_is_owed_is_told_though_the_agent_ends_meanwhile() -> None:
+    ended = run_alone(end_while_the_agent_ends)
+    assert (ended.code, ended.err) == (1, "error: what is owed\n")
