@@ -195,7 +195,7 @@ def test_loader_workers_are_ended_with_their_trainer() -> None:
     assert run_alone(end_with_a_child).code == 0
 
 
-class Interrupted(ElasticError):
+class InterruptedTellingError(ElasticError):
     """The agent's signal comes while the line is made: another rank has asked for it."""
 
     def __str__(self) -> str:
@@ -204,7 +204,7 @@ class Interrupted(ElasticError):
 
 
 def end_while_the_agent_ends() -> int:
-    return end_worker(caught(Interrupted()), session_at(3), None)
+    return end_worker(caught(InterruptedTellingError()), session_at(3), None)
 
 
 def test_line_that_is_owed_is_told_though_the_agent_ends_meanwhile() -> None:
