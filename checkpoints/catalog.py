@@ -75,12 +75,8 @@ class Inventory:
     @property
     def bare(self) -> list[CheckpointName]:
         """Deleted checkpoints whose names are free, while others need all that is left of them."""
-        needed = self.needed()
-        return sorted(
-            name
-            for name in self.files.keys() - self.committed.keys() - self.void
-            if self.files[name] and all(name.file(file) in needed for file in self.files[name])
-        )
+        free = self.files.keys() - self.committed.keys() - self.void
+        return sorted(free - set(self.unfinished))
 
     def needed(self, without: Collection[CheckpointName] = ()) -> set[str]:
         """The names, under the URL, of all files that a manifest refers to."""

@@ -31,7 +31,7 @@ from checkpoints.layout import (
     PartSum,
 )
 from checkpoints.parts import check_size, object_name
-from checkpoints.reader import check_fit, check_structure
+from checkpoints.reader import check_fit, check_structure, read_manifest
 from checkpoints.references import INDEX, lead_to
 from checkpoints.spool import check, fetch, fetch_object, spool
 from checkpoints.store import open_store
@@ -294,7 +294,7 @@ def _refuse_to_replace(target: Store, manifest: Manifest, entry: FileEntry) -> N
     if entry.owner is None or entry.owner == manifest.name:
         return
     try:
-        owner = Catalog(target).manifest(entry.owner)
+        owner = read_manifest(target, entry.owner)
     except (NoCheckpointError, DamagedError):
         return
     theirs = next((one for one in owner.files if one.name == entry.name), None)

@@ -316,9 +316,8 @@ def _oom_counters() -> Iterator[Path]:
         else:
             continue
         yield base / path.lstrip("/") / name
-        yield (
-            base / name
-        )  # a container may see its own cgroup as the root, and the host's path for it
+        # A container may see its own cgroup as the root, and the host's path for it.
+        yield base / name
     # Of the whole machine: a process in no cgroup is counted here alone.
     yield Path("/proc/vmstat")
 

@@ -27,6 +27,7 @@ from elastic.phases import Phase
 from elastic.reduce import Reducer, Turn, frozen
 from elastic.seeding import mix, seed_all
 from elastic.shards import ShardBuffers
+from elastic.unreduced import ASKING_SLOTS, asking, check_asking
 from elastic.world import World
 from jobs.job import Job, Mean, read_loss
 
@@ -34,12 +35,8 @@ __all__ = ["STEP_SLOTS", "StepResult", "Stepper", "autocast"]
 
 _KIND_SLOTS: Final = 2
 """What a rank tells of its losses: whether one was a Mean, whether one was a plain mean."""
-_ASKING_SLOTS: Final = 4
-"""What a rank tells of which parameters ask for a gradient."""
-STEP_SLOTS: Final = _KIND_SLOTS + _ASKING_SLOTS
+STEP_SLOTS: Final = _KIND_SLOTS + ASKING_SLOTS
 """The flags that a step needs beside those of its request."""
-_MOST_RANKS: Final = 4096
-"""Of so many the sums of those numbers are exact in float32."""
 _PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -173,7 +170,7 @@ class Stepper:
         """One loss over the whole step, its exact mean gradient, and its optimizer's update."""
         self._phases[index].optimizer.zero_grad(set_to_none=True)
         # Who has no samples cannot know what kind of loss the job gives.
-        told = [*flags, *[0.0] * _KIND_SLOTS, *_asking(self._every)]
+        told = [*flags, *[0.0] * _KIND_SLOTS, *asking(self._every)]
         self._kept = [buffer.clone() for buffer in self._statistics]
         if self._buffers is not None:
             self._buffers.begin()
@@ -190,7 +187,8 @@ class Stepper:
                 f"loss{self._of_phase(index)}: found Mean(sum, count) for some micro-batches of step {step} and a plain "
                 "mean for others, expected one of the two for all; return Mean for each"
             )
-        self._check_asking(step, totals.flags[len(flags) + _KIND_SLOTS :][:_ASKING_SLOTS])
+        told_asking = totals.flags[len(flags) + _KIND_SLOTS :][:ASKING_SLOTS]
+        check_asking(told_asking, self._world.world_size, step)
         if self._buffers is not None:
             self._buffers.merge(totals.flags[len(flags) + STEP_SLOTS :])
         loss = totals.loss / totals.count if totals.count else math.nan
@@ -281,18 +279,6 @@ class Stepper:
         scaler.update()
         return norm, scaler.get_scale() < before, None
 
-    def _check_asking(self, step: int, summed: Sequence[float]) -> None:
-        """Refuse ranks that do not train the same parameters: each would add its part alone."""
-        ranks = self._world.world_size
-        if 1 < ranks <= _MOST_RANKS and any(
-            ranks * squares != values**2
-            for values, squares in zip(summed[::2], summed[1::2], strict=True)
-        ):
-            raise StartError(
-                f"step {step}: found other parameters with requires_grad on some ranks than on others, expected the same on"
-                " all; on_step, on_epoch and on_eval run on the primary alone: freeze and unfreeze in loss(), which every rank calls"
-            )
-
     def _check_known(self, index: int) -> None:
         known = self._known[index]
         for place, parameter in enumerate(self._parameters[index]):
@@ -327,16 +313,6 @@ class Stepper:
         if self._options.on_nonfinite == "stop":
             raise AttentionError(f"{what}; mend the data or set train.on_nonfinite=skip")
         return what
-
-
-def _asking(parameters: Sequence[nn.Parameter]) -> list[float]:
-    """Two small numbers of which parameters ask for a gradient, each with its square.
-
-    Over ranks that all say the same, and over no others, the number of ranks times the sum of squares is the square of the sum.
-    """
-    places = [place for place, p in enumerate(parameters, start=1) if p.requires_grad]
-    first, second = sum(places) % 61, sum(place * place for place in places) % 59
-    return [float(first), float(first**2), float(second), float(second**2)]
 
 
 def _turns(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Turn, MicroBatch]]:

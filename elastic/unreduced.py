@@ -2,12 +2,12 @@
 
 A backward in which a parameter had no gradient leaves its bucket, and all behind it, unsent; a parameter that the
 loss uses on some ranks alone is the same to the others, who wait for it. A gradient that comes in several parts is
-sent with its first one.
+sent with its first one. Ranks that ask for other gradients than the rest would each add their part alone.
 """
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
@@ -16,8 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic.errors import StartError
 
-__all__ = ["FirstBackward", "check_reduced", "parts_error", "refuse_unreduced"]
+__all__ = [
+    "ASKING_SLOTS",
+    "FirstBackward",
+    "asking",
+    "check_asking",
+    "check_reduced",
+    "parts_error",
+    "refuse_unreduced",
+]
 
+ASKING_SLOTS: Final = 4
+"""What a rank tells of which parameters ask for a gradient."""
+_MOST_RANKS: Final = 4096
+"""Of so many the sums of those numbers are exact in float32."""
 _SHOWN: Final = 4
 _INDICES: Final = re.compile(r"did not receive grad for rank \d+:([\d ]+)")
 
@@ -119,3 +131,29 @@ def _names(ddp: DistributedDataParallel) -> list[str]:
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
+
+
+def asking(parameters: Sequence[nn.Parameter]) -> list[float]:
+    """Two small numbers of which parameters ask for a gradient, each with its square.
+
+    Over ranks that all say the same, and over no others, the number of ranks times the sum of squares is the square of the sum.
+    """
+    places = [place for place, p in enumerate(parameters, start=1) if p.requires_grad]
+    first, second = sum(places) % 61, sum(place * place for place in places) % 59
+    return [float(first), float(first**2), float(second), float(second**2)]
+
+
+def check_asking(summed: Sequence[float], ranks: int, step: int) -> None:
+    """Refuse ranks that do not train the same parameters: each would add its part alone.
+
+    Raises:
+        StartError: What `asking` gave, summed over the ranks, is not of ranks that all say the same.
+    """
+    if 1 < ranks <= _MOST_RANKS and any(
+        ranks * squares != values**2
+        for values, squares in zip(summed[::2], summed[1::2], strict=True)
+    ):
+        raise StartError(
+            f"step {step}: found other parameters with requires_grad on some ranks than on others, expected the same on"
+            " all; on_step, on_epoch and on_eval run on the primary alone: freeze and unfreeze in loss(), which every rank calls"
+        )
