@@ -99,6 +99,7 @@ def keep(value: object, still: frozenset[int]) -> object:
     import torch
 
     tensor = torch.Tensor
+    scalars = (str, int, float, bool, type(None))
 
     def is_still(item: Tensor) -> bool:
         try:
@@ -106,15 +107,17 @@ def keep(value: object, still: frozenset[int]) -> object:
         except (RuntimeError, ValueError):  # one that has no memory
             return False
 
+    # Called for each leaf at each snapshot, while the loop stands still.
     def kept(item: object) -> object:
+        if isinstance(item, tensor):
+            stays = is_still(item) or unsupported(item) is not None
+            return item if stays else item.detach().clone()
+        if type(item) in scalars:
+            return item
         if type(item) is dict:
             return {key: kept(inner) for key, inner in item.items()}
         if type(item) in (list, tuple) and isinstance(item, list | tuple):
             return type(item)(map(kept, item))
-        if isinstance(item, tensor):
-            if is_still(item) or unsupported(item) is not None:
-                return item
-            return item.detach().clone()
         if isinstance(item, dict):  # a Counter, an OrderedDict, a defaultdict
             copied = item.copy()
             for key, inner in copied.items():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints import parts, reader, snapshots
 from checkpoints.errors import CheckpointError, DamagedError
-from checkpoints.segments import Segment, segments_of
+from checkpoints.segments import Segment, leftovers, segments_of
 from checkpoints.serialization import decode_header, decode_state, join, tensor_view
 from checkpoints.snapshots import Plan, Snapshot
 from checkpoints.staging import STATE
@@ -75,10 +75,19 @@ def held(segments: Iterable[Segment], paths: Collection[str], run_id: str) -> li
     return sorted(found, key=lambda one: (one.name, str(one.info.get("epoch"))), reverse=True)
 
 
+def open_leftovers(run_id: str) -> list[Segment]:
+    """The named segments of a run on this node that outlive the agent they belonged to."""
+    return _open(leftovers(run_id))
+
+
 def open_named(owner: AgentId, run_id: str) -> list[Segment]:
     """The named segments of a run that live by a process."""
+    return _open(segments_of(owner, run_id))
+
+
+def _open(paths: Iterable[Path]) -> list[Segment]:
     segments = []
-    for path in segments_of(owner, run_id):
+    for path in paths:
         with contextlib.suppress(OSError):
             segments.append(Segment.open(path))
     return segments

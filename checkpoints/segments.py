@@ -130,8 +130,12 @@ class Segment:
 def segment_path(owner: AgentId, run_id: str, number: int) -> Path:
     """The name of a node's segment for a run: it tells by which process it lives and dies."""
     boot = owner.boot_id.replace("-", "")[:8]
-    run = re.sub(r"[^0-9a-z]", "", run_id.lower())[:32] or "run"
+    run = _run_mark(run_id)
     return SHM / f"{_PREFIX}-{os.getuid()}-{boot}-{owner.pid}-{owner.start}-{run}-{number}"
+
+
+def _run_mark(run_id: str) -> str:
+    return re.sub(r"[^0-9a-z]", "", run_id.lower())[:32] or "run"
 
 
 def segments_of(owner: AgentId, run_id: str | None = None) -> list[Path]:
@@ -149,13 +153,16 @@ def sweep() -> list[Path]:
     return removed
 
 
-def leftovers() -> list[Path]:
-    """This user's named segments whose owner is dead."""
+def leftovers(run_id: str | None = None) -> list[Path]:
+    """This user's named segments whose owner is dead, of one run or of all; of this boot where of one run."""
+    run = None if run_id is None else _run_mark(run_id)
     boot = boot_id().replace("-", "")[:8]
     found = []
     for path in _ours():
         match = _NAME.fullmatch(path.name)
         if match is None or int(match[1]) != os.getuid():
+            continue
+        if run is not None and (match[2], match[5]) != (boot, run):
             continue
         if match[2] != boot or not is_alive(int(match[3]), int(match[4])):
             found.append(path)

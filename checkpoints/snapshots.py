@@ -143,6 +143,25 @@ def seal(
     struct.pack_into("<Q", memory, _STEP_AT, snapshot.name.step + 1)
 
 
+def copy(source: memoryview, target: memoryview) -> bool:
+    """Copy the snapshot in a slot to another one; False, and no snapshot there, where it changed meanwhile.
+
+    Args:
+        source: The slot of somebody who may still write to it.
+        target: At least as large.
+    """
+    before = bytes(source[:PAGE])
+    clear(target)
+    target[PAGE : source.nbytes] = source[PAGE:]
+    if bytes(source[:_TRIED_AT]) != before[:_TRIED_AT]:
+        return False
+    after_step = _STEP_AT + 8
+    target[:_STEP_AT] = before[:_STEP_AT]
+    target[after_step:PAGE] = before[after_step:]
+    target[_STEP_AT:after_step] = before[_STEP_AT:after_step]
+    return True
+
+
 def read(memory: memoryview, slot: Holder | None = None) -> Snapshot | None:
     """The whole snapshot in a slot, its files not copied; None where there is none.
 

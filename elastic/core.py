@@ -259,8 +259,14 @@ class Run(Saves):
             self.records.summarize("preempted" if saved else "running", self.progress)
         self.world.barrier()
         if not saved:
+            beside = (
+                "; the writer goes on with it, and a start on this node meanwhile begins from it"
+                if self._beside
+                else ""
+            )
             raise ElasticError(
-                "told to leave, but the state could not be saved; the last checkpoint stays"
+                f"told to leave, but the state of step {self.progress.step} could not be saved in time{beside}; the last "
+                "checkpoint stays"
             )
         deadline = time.monotonic() + _PEER_S
         # A change of membership signals every node, but not at one moment.

@@ -187,7 +187,7 @@ class Hub:
             self._wanted.set()
         else:
             # It stays connected until its workers have stopped; nobody waits for that.
-            self._roster.lost(name, "leaves")
+            self._roster.lost(name, "leaves", in_order=True)
             logger.warning("rendezvous: a node leaves; %d stay", len(self._roster.nodes))
             self._peers.pop(name).line.send({"op": "left"})
 
@@ -218,7 +218,9 @@ class Hub:
         for action in self._roster.advance(time.monotonic()):
             match action:
                 case Recall():
-                    self._send(action.id, {"op": "recall", "reason": action.reason})
+                    self._send(action.id, {
+                        "op": "recall", "reason": action.reason, "broken": action.is_broken,
+                    })  # fmt: skip
                 case Probe():
                     self._send(action.id, self._probe_message(action))
                 case Confirm():

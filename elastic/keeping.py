@@ -6,6 +6,7 @@ is in memory is whole or is not there; where there is too little shared memory, 
 process can see, saving goes on the slower way and one line says so. Knows no collective.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from checkpoints.manager import CheckpointManager
 from checkpoints.messages import LostError, Message
 from checkpoints.options import CheckpointOptions
 from checkpoints.remote import RemoteWriter
-from checkpoints.segments import Segment, segments_of, sweep
+from checkpoints.segments import Segment, check_room, segments_of, sweep
 from checkpoints.snapshots import Snapshot
 from checkpoints.store import Store
 
@@ -87,15 +88,25 @@ class Keeper:
         self._run_id = run_id
         if not self.leads:
             return
-        for path in sweep():
-            logger.info("%s: its run is over; removed", path)
+        keeps = not self._options.tier.memory.is_off
+        with contextlib.ExitStack() as stack:
+            inherited = memory.open_leftovers(run_id) if keeps else []
+            for segment in inherited:
+                stack.callback(segment.close)
+            for path in sweep():
+                logger.info("%s: its launch is over; removed", path)
+            self._find(run_id, keeps=keeps)
+            if self._buffers is not None:
+                self._inherit(inherited, self._buffers)
+
+    def _find(self, run_id: str, *, keeps: bool) -> None:
+        """Find the memory and the writer of this agent."""
         if _is_private(self._store) or not _is_json(self._options.storage_options):
             logger.warning(
                 "%s: only this process can write there: the loop waits for each save",
                 self._store.display_url,
             )
             return
-        keeps = not self._options.tier.memory.is_off
         place = Place(self._agent, run_id) if keeps else Place()
         buffers = Buffers(
             split_bytes=self._options.split_bytes, max_slots=3 if keeps else 2, place=place
@@ -122,6 +133,28 @@ class Keeper:
             path.unlink(missing_ok=True)
             return
         buffers.take_over(segment, int(path.name.rsplit("-", 1)[1]))
+
+    def _inherit(self, segments: Sequence[Segment], buffers: Buffers) -> None:
+        """Take a copy of the newest snapshot that an agent before this one has left on the node.
+
+        Its writer may still be making it durable, more slowly than this launch has come; what that reads
+        is not touched.
+        """
+        numbered = memory.held(segments, list(map(str, range(len(segments)))), self._run_id)
+        own = memory.held(buffers.segments, [""] * len(buffers.segments), self._run_id)
+        if numbered and (not own or numbered[0].name > own[0].name):
+            source = segments[int(numbered[0].path)]
+            try:
+                check_room(source.size_bytes, named=True)
+                slot = buffers.reserve(source.size_bytes)
+            except (CheckpointError, OSError) as error:
+                logger.info(
+                    "snapshot %s of the launch before is left out: %s", numbered[0].name, error
+                )
+            else:
+                if isinstance(slot.memory, Segment):
+                    snapshots.copy(source.view(), slot.memory.view())
+                slot.free()
 
     def begin(self, claim: Claim, *, damaged: Sequence[CheckpointName] = ()) -> None:
         """The generation has begun: tell the primary's writer where to write and for whom.

@@ -3,11 +3,13 @@
 The main thread asks to join, and looks; the rendezvous thread tells. Does not import torch.
 """
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass
 from typing import Final
 
+from elastic.broken import note_broken
 from elastic.errors import MeetingError
 from elastic.roster import WorldId
 
@@ -50,6 +52,8 @@ class Link:
         self.is_leaving = False
         self.is_closing = False
         self.has_left = False
+        self.folder = ""
+        """Where this agent leaves word for its workers' watcher."""
         self.waiting = 0
         """What torchrun looks at: above 0, it stops the workers and joins again."""
 
@@ -115,10 +119,15 @@ class Link:
             )
             self._changed.notify_all()
 
-    def recall(self) -> None:
-        """Have torchrun stop the workers and join again."""
+    def recall(self, *, is_broken: bool = False) -> None:
+        """Have torchrun stop the workers and join again; who waits for a node that is gone is not waited for."""
         with self._changed:
             self.waiting = 1
+        if is_broken and self.folder:
+            with contextlib.suppress(
+                OSError
+            ):  # then they wait for as long as a collective may last
+                note_broken(self.folder)
 
     def leave(self) -> None:
         """Note that the others know that this agent goes."""

@@ -31,10 +31,11 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from checkpoints.errors import CheckpointError
 from elastic.addresses import own_addresses
+from elastic.agent import agent_of, node_folder
 from elastic.ballot import Ballot
 from elastic.bounded import run_bounded
 from elastic.channels import connect, host_store
-from elastic.errors import MeetingError
+from elastic.errors import MeetingError, StartError
 from elastic.link import ClosedError, Start
 from elastic.member import Member
 from elastic.terms import read_terms
@@ -91,6 +92,8 @@ class FsspecHandler(RendezvousHandler):
         name = f"{socket.gethostname()} (pid {os.getpid()})"
         self._stores: deque[TCPStore] = deque(maxlen=_KEPT_STORES)
         self._member = Member(ballot, self._terms, addresses, name, self._serve_store)
+        with contextlib.suppress(OSError, StartError):  # the workers will say so, who need it more
+            self._member.link.folder = str(node_folder(agent_of(os.getpid())))
         self._member.begin()
         self._is_in_world = False
         _at_signals(self._leave_at)

@@ -78,6 +78,8 @@ class Recall:
 
     id: str
     reason: str
+    is_broken: bool = False
+    """Whether a member of its world is gone without a word, so that its workers may wait for it in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,8 @@ class Roster:
     _arrival: float = 0.0
     """When the last newcomer came (to a first round) or passed (beside a running world)."""
     _why: str = ""
+    _left: set[str] = field(default_factory=set)
+    """Members that went in order."""
 
     @classmethod
     def after(cls, roster: "Roster", gone: Iterable[str], until: float) -> "Roster":
@@ -171,11 +175,13 @@ class Roster:
         if name in self.nodes:
             self.nodes[name].is_finishing = True
 
-    def lost(self, name: str, reason: str) -> None:
-        """An agent is gone."""
+    def lost(self, name: str, reason: str, *, in_order: bool = False) -> None:
+        """An agent is gone; in order where it has said so, and its workers end together with the others."""
         node = self.nodes.pop(name, None)
         if node is not None and name in self.members:
             self._why = f"{node.name} {reason}"
+            if in_order:
+                self._left.add(name)
 
     def close(self, name: str) -> bool:
         """An agent ends the launch; tell whether it did.
@@ -210,6 +216,7 @@ class Roster:
         self.phase = Phase.RUNNING
         self.members, self.world = self._chosen, (self.epoch, self.round)
         self._why = ""
+        self._left.clear()
         self.expected.clear()
         for name in self.members:
             node = self.nodes[name]
@@ -307,13 +314,17 @@ class Roster:
     def _recall(self, *, outsiders_only: bool = False) -> list[Action]:
         """Tell all whose workers run to come; or only those that run another world than this."""
         actions: list[Action] = []
+        is_broken = any(
+            name not in self.nodes and name not in self.expected and name not in self._left
+            for name in self.members
+        )
         for node in self.nodes.values():
             mine = node.world is not None and node.world == self.world
             if node.is_ready or node.told or node.world is None or (outsiders_only and mine):
                 continue
             node.told = True
             reason = self._why if mine else "another world has formed since"
-            actions.append(Recall(node.id, reason or "a new world forms"))
+            actions.append(Recall(node.id, reason or "a new world forms", mine and is_broken))
         return actions
 
     # --------------------------------------------------------------------------------- small questions

@@ -169,8 +169,8 @@ class Saves(Generation):
         return True
 
     def _take(self, done: Callable[[Snapshot], None] | None = None) -> Taken | None:
-        tree = {**self.state.capture(), "progress": self.progress.to_tree()}
         with self.records.spend("checkpoint"):
+            tree = {**self.state.capture(), "progress": self.progress.to_tree()}
             return self.keeper.take(
                 tree,
                 name=CheckpointName(generation=self.generation, step=self.progress.step),

@@ -90,7 +90,7 @@ class Session:
                     self._go(message)
                 case "recall":
                     logger.warning("rendezvous: the workers restart: %s", message.get("reason"))
-                    self.link.recall()
+                    self.link.recall(is_broken=bool(message.get("broken")))
                 case "probe":
                     task = asyncio.create_task(self._probe(message))
                     self._tasks.add(task)

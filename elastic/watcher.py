@@ -13,6 +13,7 @@ import signal
 import time
 
 from elastic.beats import Pulse, read_pulse, slots_in
+from elastic.broken import broken_at
 from elastic.hanging import Seen, find_hung, is_overdue
 from elastic.stacks import STACKS, ask_stacks, family_of, frames_of, in_collective, state_of
 
@@ -29,6 +30,10 @@ _LOOKS = 10.0
 """So many looks in the shortest bound."""
 _LEAVE_S = 5.0
 """How long the others of a generation have to end by themselves once one of them was ended for a hang."""
+_BROKEN_S = 0.5
+"""How long the workers of a broken world have to see that by themselves."""
+_VAIN_S = 2.0
+"""A worker of a broken world that has waited for so long waits for the node that is gone."""
 _SHOWN_BYTES = 20_000
 """Of one rank's stacks."""
 
@@ -61,6 +66,7 @@ class Watcher:
         self._folder, self._agent, self._starter = folder, agent, starter
         self._workers: dict[str, Seen] = {}
         self._told: set[str] = set()
+        self._began = time.monotonic()
 
     def run(self) -> None:
         """Look again and again; returns when there is nobody left to watch."""
@@ -76,6 +82,7 @@ class Watcher:
                 return
             if hung := self._find():
                 self._end(hung)
+            self._end_vain(now)
             bounds = [s.pulse.bound_s for s in self._workers.values() if s.pulse.bound_s > 0]
             pause_s = min(_MOST_LOOK_S, max(_LEAST_LOOK_S, min(bounds, default=0.0) / _LOOKS))
 
@@ -135,6 +142,19 @@ class Watcher:
             self._told.add(seen.pulse.path)
             kill(seen.pulse, children[seen.pulse.path])
         self._see_off(note_end)
+
+    def _end_vain(self, now: float) -> None:
+        """End who waits for a node that is gone, once the agent has said so: no reset will come from there."""
+        broken = broken_at(self._folder)
+        if broken <= self._began or now - broken < _BROKEN_S:
+            return
+        for seen in self._workers.values():
+            if seen.pulse.waits and seen.idle_s >= _VAIN_S and seen.pulse.path not in self._told:
+                from elastic.telling import note_end  # it loads more than the watching needs
+
+                note_end(seen.pulse)
+                kill(seen.pulse, [])
+                self._told.add(seen.pulse.path)
 
     def _see_off(self, note_end: "Callable[[Pulse], None]") -> None:
         """The generation is over: who does not leave by itself (a stuck collective) would cost 30 s more."""

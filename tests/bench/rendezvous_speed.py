@@ -43,7 +43,7 @@ class Bench:
             rdzv = folder(self.hosts) if self.backend == "fsspec" else c10d(number)
             self.hosts.start(
                 number, tracer(), "args.n=1000000", "train.global_batch_size=6", "train.step_delay=0.05",
-                "checkpoint.every=20 steps", "timeout=10s", rdzv=rdzv,
+                "checkpoint.every=20 steps", *([] if self.backend == "fsspec" else ["timeout=10s"]), rdzv=rdzv,
                 by_launch=self.by_launch,
             )  # fmt: skip
 

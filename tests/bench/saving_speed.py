@@ -2,9 +2,11 @@
 
     python tests/bench/saving_speed.py [--rounds 10] [--steps 20] [KEY=VALUE ...]
 
-Three processes hold the same job, one without checkpoints; they take turns in random order, a block of steps each, and
-stand still meanwhile. Printed: what a step in memory costs more, in copies of the state (`memory`), and samples per second
-over those without checkpoints (`auto`): medians of the ratios of neighbours. The interval that auto has found is in its log.
+Three processes hold the same job. One has snapshots in memory and takes steps with and without them in random order: printed
+is what a step with one costs more, in warm copies of the state (`memory`), by the clock (with its quartiles: on a noisy machine
+a step varies by more than a copy takes) and by the run's own ledger, what the loop stood still. The other two, with `every: auto`
+and without checkpoints, take turns, a block of steps each: printed are the samples per second of the one over those of the
+other, the median of the ratios of neighbours (`auto`).
 """
 
 import argparse
@@ -16,10 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+from checkpoints.options import Interval  # noqa: E402
+
+if TYPE_CHECKING:
+    from tests.bench.loop_speed import Ours
 
 ARMS = {
     "off": ["checkpoint.every=off"],
@@ -33,6 +42,7 @@ def hold(arm: str, url: str, overrides: list[str]) -> None:
     """Take as many steps as each line of standard input says; answer with the seconds and the samples."""
     import torch
 
+    from checkpoints.serialization import split
     from elastic.config import parse_arguments, read_settings
     from jobs.loading import load_job
     from tests.bench.loop_speed import Ours
@@ -41,26 +51,53 @@ def hold(arm: str, url: str, overrides: list[str]) -> None:
     settings = read_settings(parse_arguments(words), root=ROOT)
     ours = Ours(load_job(settings.job, settings.args), settings)
     ours.steps(3)
-    state = ours.training.model.state_dict().values()
-    # Weights and AdamW's two moments.
-    sources = [tensor.detach() for tensor in state for _ in range(3)]
+    sources = list(split(ours.run.state.capture())[0].values())
+    sources = [tensor.detach() for tensor in sources]
     warm = [torch.empty_like(tensor) for tensor in sources]
     answer(0.0, 0)
+    chance = random.Random(0)
     for line in sys.stdin:
         copies = []
         for _ in range(5):
             began = time.perf_counter()
             torch._foreach_copy_(warm, sources)
             copies.append(time.perf_counter() - began)
+        copy_s = statistics.median(copies)
+        if arm == "memory":
+            more, stood = take_pairs(ours, int(line), chance)
+            answer(0.0, 0, copy_s=copy_s, more=more, stood=stood)
+            continue
         began = time.perf_counter()
         samples = ours.steps(int(line))
-        answer(time.perf_counter() - began, samples, statistics.median(copies))
+        answer(time.perf_counter() - began, samples, copy_s=copy_s)
     ours.run.close()
 
 
-def answer(seconds: float, samples: int, copy_s: float = 0.0) -> None:
+def take_pairs(ours: "Ours", count: int, chance: random.Random) -> tuple[list[float], list[float]]:
+    """Take steps with a snapshot and without; returns what those with one took more, and what the ledger says."""
+    setup, ledger = ours.run._setup, ours.run.records.ledger
+    options = setup.checkpoint
+    off = replace(options, tier=replace(options.tier, memory=Interval.parse("off")))
+    arms = {True: setup, False: replace(setup, checkpoint=off)}
+    more, stood = [], []
+    for _ in range(count):
+        took: dict[bool, float] = {}
+        for on in chance.sample([True, False], 2):
+            ours.run._setup = arms[on]
+            before, began = ledger.totals().get("checkpoint", 0.0), time.perf_counter()
+            # A snapshot is begun at the end of the first step, and what it costs beside falls into the second.
+            ours.steps(2)
+            took[on] = (time.perf_counter() - began) / 2
+            if on:
+                stood.append((ledger.totals().get("checkpoint", 0.0) - before) / 2)
+        more.append(took[True] - took[False])
+    ours.run._setup = setup
+    return more, stood
+
+
+def answer(seconds: float, samples: int, **others: float | list[float]) -> None:
     """Tell the parent, by the one line that is JSON."""
-    text = json.dumps({"seconds": seconds, "samples": samples, "copy_s": copy_s})
+    text = json.dumps({"seconds": seconds, "samples": samples, **others})
     os.write(3, f"{text}\n".encode())
 
 
@@ -85,15 +122,15 @@ class Child:
         self.answers = os.fdopen(read)
         self.read()
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> dict[str, Any]:
         """Wait for an answer."""
         line = self.answers.readline()
         if not line:
             raise SystemExit(f"{self.log}: ended\n{self.log.read_text()[-2000:]}")
-        found: dict[str, float] = json.loads(line)
+        found: dict[str, Any] = json.loads(line)
         return found
 
-    def steps(self, count: int) -> dict[str, float]:
+    def steps(self, count: int) -> dict[str, Any]:
         """Let it take steps."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{count}\n".encode())
@@ -121,7 +158,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         children = {arm: Child(arm, folder, given.overrides) for arm in ARMS}
-        found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+        found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
         for number in range(given.rounds + 1):
             for arm in chance.sample(sorted(ARMS), len(ARMS)):
                 told = children[arm].steps(given.steps)
@@ -136,14 +173,17 @@ def main() -> None:
         ]
     off = found["off"]
     unit = statistics.median(one["copy_s"] for arm in found.values() for one in arm)
-    more = [a["seconds"] - b["seconds"] for a, b in zip(found["memory"], off, strict=True)]
+    more = [one / unit for told in found["memory"] for one in told["more"]]
+    stood = [one / unit for told in found["memory"] for one in told["stood"]]
     speeds = [b["seconds"] / a["seconds"] for a, b in zip(found["auto"], off, strict=True)]
     figures = {
         "steps_a_block": given.steps,
         "rounds": given.rounds,
         "step_ms": round(1000 * statistics.median(one["seconds"] for one in off) / given.steps, 1),
         "copy_ms": round(1000 * unit, 2),
-        "memory_copies_a_step": round(statistics.median(more) / given.steps / unit, 2),
+        "memory_copies_a_step": round(statistics.median(more), 2),
+        "memory_quartiles": [round(one, 2) for one in statistics.quantiles(more, n=4)],
+        "memory_stood_still": round(statistics.median(stood), 2),
         "auto_samples_ratio": round(statistics.median(speeds), 4),
         "auto_said": told_by_auto[-3:],
     }

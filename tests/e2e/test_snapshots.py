@@ -1,6 +1,7 @@
 """Whole runs whose state is copied beside the steps: torn nowhere, back from memory, replicas compared."""
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -129,6 +130,34 @@ def test_c23_no_collective_waits_for_a_slow_store(cluster: Cluster, s3_server: S
         )  # fmt: skip
         assert agent.wait(150) == 0, agent.tail(80)
         assert "lost a peer" not in agent.output(), agent.tail(80)
+
+
+@pytest.mark.soak
+def test_c22_a_save_that_outlasts_the_notice_is_not_lost(
+    cluster: Cluster, s3_server: S3Server
+) -> None:
+    url = s3_server.url()
+    with FaultProxy(s3_server.port) as proxy:
+        proxy.faults.append(
+            Fault(kind=Kind.DELAY, method="PUT", contains="/checkpoints/", delay_s=60)
+        )
+        given = (
+            "args.n=400", "args.delay=0.1", "train.global_batch_size=4", f"checkpoint.url={url}",
+            f"checkpoint.storage_options={json.dumps(s3_options(proxy.endpoint))}",
+            "checkpoint.every=off", "checkpoint.tier.memory=1 step",
+        )  # fmt: skip
+        agent = cluster.start(tracer(), *given, "train.epochs=1000")
+        cluster.until(lambda: re.search(r"step \d+  loss", agent.output()), "a line on progress")
+        agent.signal(signal.SIGTERM)
+        # It waits for 20 s, before torchrun's 30 are over.
+        assert agent.wait(120) == 1
+        told = [int(step) for step in re.findall(r"step (\d+)  loss", agent.output())]
+        proxy.faults.clear()
+        end = cluster.start(tracer(), *given, f"train.max_steps={max(told) + 200}")
+        assert end.wait(120) == 0, end.tail()
+    found = re.search(r"generation 2 \(.*\): W=2, from .*, step (\d+) at", end.output())
+    assert found, end.tail()
+    assert int(found[1]) >= max(told)
 
 
 def test_a_signal_waits_for_the_writer(cluster: Cluster) -> None:

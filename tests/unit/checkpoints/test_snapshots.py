@@ -107,3 +107,31 @@ def test_what_may_be_wrong_is_forgotten() -> None:
     buffers.forget([name(1)])
     held = memory.held(buffers.segments, ["a", "b"], "r")
     assert [one.name for one in held] == [name(1)]
+
+
+def test_a_copy_of_a_slot_is_the_snapshot_in_it() -> None:
+    _, snapshot, view = taken()
+    snapshots.note_known(view, name(2))
+    snapshots.count_try(view, 1)
+    other = memoryview(bytearray(view.nbytes + 4096))
+    assert snapshots.copy(view, other)
+    found = snapshots.read(other)
+    assert found is not None
+    assert (found.name, found.token) == (snapshot.name, snapshot.token)
+    assert [bytes(f.data) for f in found.files] == [bytes(f.data) for f in snapshot.files]
+    assert (snapshots.known(other), snapshots.tries(other)) == (name(2), 1)
+
+
+def test_a_copy_of_a_slot_that_is_filled_meanwhile_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, view = taken()
+    other = memoryview(bytearray(view.nbytes))
+    clear = snapshots.clear
+
+    def filled(memory: memoryview) -> None:
+        clear(memory)
+        if memory is other:
+            clear(view)  # as its owner begins
+
+    monkeypatch.setattr(snapshots, "clear", filled)
+    assert not snapshots.copy(view, other)
+    assert snapshots.read(other) is None

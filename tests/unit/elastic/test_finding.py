@@ -1,17 +1,22 @@
 """Which state a generation begins from, as all ranks decide it, and replicas that differ."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from checkpoints import snapshots
+from checkpoints.buffers import Buffers, Place, Slot
 from checkpoints.layout import CheckpointName
 from checkpoints.manager import CheckpointManager
 from checkpoints.options import CheckpointOptions
-from checkpoints.processes import this_process
+from checkpoints.processes import process_start, this_process
+from checkpoints.segments import leftovers
 from checkpoints.store import Store, open_store
 from elastic.errors import ReplicaError
 from elastic.finding import Found, _furthest, compare_replicas, find_state
@@ -322,3 +327,37 @@ def test_the_rank_that_differs_is_named_also_where_it_is_the_primary() -> None:
 def test_of_two_that_differ_neither_is_believed() -> None:
     with pytest.raises(ReplicaError, match="ranks 0 and 1 differ"):
         compare("a", "b")
+
+
+def test_c22_a_snapshot_of_a_launch_that_is_over_is_taken_over(
+    world: World, store: Store, tmp_path: Path
+) -> None:
+    save(store, 1)
+    owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    agent = replace(this_process(), pid=owner.pid, start=process_start(owner.pid) or 0)
+    theirs = Buffers(split_bytes=10**9, place=Place(agent, "r"))
+    other = Buffers(split_bytes=10**9, place=Place(agent, "another"))
+    left = [
+        theirs.stage(
+            state(step), name=name(step), parent=name(1), run_id="r", info={"position": step}
+        )
+        for step in (5, 7)
+    ]
+    left.append(
+        other.stage(state(9), name=name(9), parent=None, run_id="another", info={"position": 9})
+    )
+    living = make_keeper(store, tmp_path / "before")
+    assert not living.held()  # that launch is not over
+    living.close(finished=True)
+    owner.kill()
+    owner.wait()
+    keeper = make_keeper(store, tmp_path / "after")
+    found = find_state(world, CheckpointManager(store), keeper)
+    assert (found.name, found.source) == (name(7), "memory")
+    assert found.tree is not None
+    assert same(dict(found.tree), state(7))
+    assert leftovers() == []
+    # Its writer may be reading it still: nobody writes there.
+    slot = keeper.held()[0].path
+    assert slot not in {str(cast("Slot", one.slot).memory.path) for one in left}
+    keeper.close(finished=True)

@@ -21,6 +21,8 @@ class Agents:
     running: dict[str, tuple[int, int]] = field(default_factory=dict)
     worlds: list[tuple[str, ...]] = field(default_factory=list)
     recalls: list[str] = field(default_factory=list)
+    broken: list[bool] = field(default_factory=list)
+    """Of each recall: whether somebody is gone without a word."""
     stubborn: set[str] = field(default_factory=set)
     """Agents whose workers take long to stop."""
 
@@ -70,6 +72,7 @@ class Agents:
         match action:
             case Recall(id=name):
                 self.recalls.append(name)
+                self.broken.append(action.is_broken)
                 if name not in self.stubborn:
                     self.come(name)
             case Probe(id=name, turn=turn, peers=peers):
@@ -116,6 +119,7 @@ def test_loss_recalls_the_others_who_go_on_in_their_order_at_once(dead: str) -> 
     left = tuple(name for name in "cab" if name != dead)
     assert agents.worlds[-1] == left
     assert sorted(agents.recalls) == sorted(left)
+    assert all(agents.broken)
 
 
 def test_new_round_waits_for_workers_that_are_slow_to_stop() -> None:
@@ -334,3 +338,17 @@ def test_whatever_happens_a_world_forms_of_all_that_reach_each_other(
         return
     assert len(set(agents.running) & here) == min(len(here), 4)
     assert len({agents.running[name] for name in here & set(agents.running)}) == 1
+
+
+def test_only_who_goes_without_a_word_breaks_a_world() -> None:
+    agents = Agents(low=1, high=4)
+    agents.join("a", "b", "c")
+    agents.after(2)
+    agents.roster.lost("c", "leaves", in_order=True)
+    agents.act()
+    assert (sorted(agents.recalls), agents.broken) == (["a", "b"], [False, False])
+    agents.join("d")
+    agents.after(3)
+    assert agents.broken[2:] == [False, False]  # a and b, for the newcomer
+    agents.die("d")
+    assert agents.broken[4:] == [True, True]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic.agent import process_start
+from elastic.broken import note_broken
 from elastic.fault import Fault
 from elastic.monitor import previous_faults
 
@@ -188,3 +189,25 @@ def test_forks_of_the_one_that_hangs_show_their_stacks_and_end_and_what_it_start
     assert process_start(child) is None
     assert process_start(other) is not None
     os.kill(other, signal.SIGKILL)
+
+
+def test_who_waits_for_a_node_that_is_gone_is_ended_once_the_agent_says_so(node: Node) -> None:
+    worker = node.worker(0, WAITS, bound=50)
+    note_broken(str(node.folder))  # of a world before: this one's watcher is not concerned
+    watcher = node.watch(os.getpid(), worker.pid)
+    with pytest.raises(subprocess.TimeoutExpired):
+        worker.wait(4)
+    note_broken(str(node.folder))
+    assert worker.wait(20) == -signal.SIGKILL
+    watcher.communicate(timeout=20)
+    (fault,) = previous_faults(node.folder)
+    assert (fault.kind, fault.is_secondary) == ("ended", True)
+
+
+def test_who_is_at_work_is_not_ended_for_a_node_that_is_gone(node: Node) -> None:
+    worker = node.worker(0, WORKS, bound=50)
+    node.watch(os.getpid(), worker.pid)
+    time.sleep(0.5)
+    note_broken(str(node.folder))
+    with pytest.raises(subprocess.TimeoutExpired):
+        worker.wait(5)
