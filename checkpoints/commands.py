@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from checkpoints.catalog import split_address
 from checkpoints.copying import copy
-from checkpoints.errors import CheckpointError, DamagedError
+from checkpoints.errors import CheckpointError, DamagedError, NoCheckpointError
 from checkpoints.exporting import FORMATS, export
 from checkpoints.housekeeping import prune, sweep
 from checkpoints.inspection import list_checkpoints, show, verify
@@ -44,6 +46,8 @@ _TEXTS: Final = {
 }
 _DELETING: Final = ("prune", "sweep")
 _SENDING: Final = ("export", "copy")
+_PIPE_CLOSED: Final = 141
+"""As a shell tells of a program that SIGPIPE has ended."""
 
 
 def main(argv: Sequence[str], *, clock: Callable[[], float] = time.time) -> int:
@@ -58,14 +62,29 @@ def main(argv: Sequence[str], *, clock: Callable[[], float] = time.time) -> int:
             arguments.to_options = read_options(arguments.to_option, "--to-option")
             secrets |= secret_values(arguments.target, arguments.to_options)
         question = ask(arguments.url, options, arguments, clock())
-        return int(_COMMANDS[arguments.command](question))
+        code = int(_COMMANDS[arguments.command](question))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read it, `head` for instance, has seen enough; nothing more is written at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
     except (CheckpointError, OSError) as error:
-        line = shown(" ".join(redact(str(error), secrets).split()))
+        hint = _hint(arguments.url) if isinstance(error, NoCheckpointError) else ""
+        line = shown(" ".join(redact(f"{error}{hint}", secrets).split()))
         sys.stderr.write(f"checkpoints {arguments.command}: {line}\n")
         return 1 if isinstance(error, DamagedError) else 2
     except KeyboardInterrupt:
         sys.stderr.write(f"checkpoints {arguments.command}: interrupted\n")
         return 130
+    return code
+
+
+def _hint(address: str) -> str:
+    """What may have been meant by an address that names no run."""
+    url, which = split_address(address)
+    _, mark, last = url.rpartition("/")[2].rpartition("@")
+    is_meant = mark and which is None and "://" not in last
+    return f"; URL@latest, URL@best and URL@STEP name one, not @{last}" if is_meant else ""
 
 
 class _Parser(argparse.ArgumentParser):

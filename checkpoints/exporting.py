@@ -47,6 +47,10 @@ def export(question: Question) -> int:
         raise CheckpointError(
             f"{target.display_url}/{file}: lies among the run's own checkpoints, expected another place"
         )
+    if target.folder is not None and (target.folder / file).is_dir():
+        raise OptionError(
+            f"{target.display_url}/{file}: found a folder, expected the name of a file to write"
+        )
     if not arguments.force and target.exists(file):
         raise CheckpointError(
             f"{target.display_url}/{file}: there is a file already; --force replaces it"
@@ -136,6 +140,11 @@ def _rows(
         for spec in header.tensors:
             plain = ".".join(part for part in spec.name.split(".") if part != _COMPILED)
             plain = plain.removeprefix(strip)
+            if strip and (not plain or plain in taken):
+                found = f"makes {plain[:80]!r} of two tensors" if plain else "leaves nothing"
+                raise OptionError(
+                    f"--strip: {strip!r} {found} ({spec.name[:80]!r}), expected names that stay apart"
+                )
             if not plain or spec.name in names or plain in taken:
                 raise DamagedError(
                     f"{entry.name}: tensor {spec.name[:80]!r}: found a second one of the name"

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S: Final = 20.0
 _LATER_PAUSE_S: Final = 5.0
+_FIRST_POLL_S: Final = 0.002
 _POLL_S: Final = 0.05
 _OWN_PACKAGES: Final = ("elastic", "checkpoints", "jobs")
 
@@ -236,8 +237,10 @@ def prepare_once(place: Place, meeting: Meeting, prepare: Callable[[], None]) ->
     leaders = [rank for rank, hello in enumerate(meeting.hellos) if hello["local_rank"] == 0]
     keys = [f"prepared/{rank}" for rank in leaders]
     # Never a blocking wait: its time-out would bound how long a download may take.
+    pause_s = _FIRST_POLL_S
     while not all(meeting.kv.check([key]) for key in keys):
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _POLL_S)
 
 
 def _check_alike(hellos: Sequence[Mapping[str, Any]]) -> None:

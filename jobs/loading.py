@@ -11,8 +11,10 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import types
+import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import JobError
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from jobs.job import Job
 
 __all__ = ["JobError", "load_job"]
+
+_NUMBERS: Final[Mapping[Any, str]] = {int: "an integer", float: "a number", bool: "true or false"}
 
 
 def load_job(spec: str, args: Mapping[str, Any] | None = None) -> Job:
@@ -179,6 +183,24 @@ def _check_arguments(job_class: type[Job], args: dict[str, Any], spec: str) -> N
             f"args.{missing[0]}: not set, but {job_class.__name__} ({spec}) needs "
             f"{', '.join(missing)}; add it under args"
         )
+    _check_numbers(job_class, args, spec)
+
+
+def _check_numbers(job_class: type[Job], args: Mapping[str, Any], spec: str) -> None:
+    """Refuse text and the like for what the constructor says is a number."""
+    try:
+        hints = typing.get_type_hints(job_class.__init__)
+    except Exception:  # noqa: BLE001  # annotations may name anything; they are only a help here
+        return
+    for name, value in args.items():
+        hint = hints.get(name)
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = set(typing.get_args(hint) if is_union else (hint,)) - {type(None)}
+        if kinds and kinds <= _NUMBERS.keys() and isinstance(value, str | list | tuple | dict):
+            expected = " or ".join(sorted(_NUMBERS[kind] for kind in kinds))
+            raise JobError(
+                f"args.{name}: found {value!r:.80}, expected {expected} for {job_class.__name__} ({spec})"
+            )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """What `python -m checkpoints` says, and with which exit code."""
 
 import json
+import os
 import subprocess
 import sys
 from datetime import datetime
@@ -185,6 +186,8 @@ def test_verify_finds_damage_of_each_file(
         (["show", "URL@11"], "no checkpoint '11'; newest steps: 100, 10, 9"),
         (["ls", "/nothing/here"], "/nothing/here: no run and no checkpoint is there"),
         (["verify", "/nothing/here"], "no run and no checkpoint is there"),
+        (["show", "URL@LATEST"], "URL@latest, URL@best and URL@STEP name one, not @LATEST"),
+        (["export", "URL", "URL"], "run: found a folder, expected the name of a file to write"),
         (["ls", "none://x"], "none://x: Protocol not known: none"),
         (["ls", "URL", "--option", "anon"], "--option: found 'anon', expected key=value"),
         (["ls"], "the following arguments are required: URL"),
@@ -213,6 +216,15 @@ def test_what_cannot_be_answered_is_one_line_and_two(
     assert message in err
     assert err.count("\n") == 1
     assert not Path("/nothing").exists()
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(url: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "checkpoints", "show", url]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False, cwd=ROOT)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_a_run_without_checkpoints_is_no_error(

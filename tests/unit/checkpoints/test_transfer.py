@@ -155,6 +155,22 @@ def test_wrapped_names_never_leave(tmp_path: Path, capsys: pytest.CaptureFixture
     argv = ["export", manager.store.url, str(target), "--force", "--strip", "module."]
     assert run(capsys, *argv)[0] == 0
     assert set(load_file(target)) == {"w", "b"}
+    for prefix, told in (("module.w", "leaves nothing"), ("module.b", "leaves nothing")):
+        code, _, err = run(capsys, *argv[:-1], prefix)
+        assert (code, told in err) == (2, True)
+
+
+def test_a_prefix_whose_loss_makes_two_names_equal_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manager = CheckpointManager(open_store(str(tmp_path / "run")))
+    two: dict[str, object] = {"model": {"a.w": torch.ones(3), "w": torch.zeros(1)}}
+    manager.commit(manager.stage(two, name=name(1), parent=None, run_id="r", info={}))
+    target = tmp_path / "w.safetensors"
+    code, _, err = run(capsys, "export", manager.store.url, str(target), "--strip", "a.")
+    assert code == 2
+    assert "--strip: 'a.' makes 'w' of two tensors ('" in err
+    assert not target.exists()
 
 
 def test_little_memory_is_needed_whatever_the_size(tmp_path: Path) -> None:

@@ -33,6 +33,13 @@ class Open(Whole):
         self.anything = anything
 
 
+class Typed(Whole):
+    def __init__(
+        self, rate: float = 0.1, size: int | float | None = 1, sizes: list[int] = [], name: str = ""
+    ):
+        pass
+
+
 class Phases(Job):
     def dataset(self): ...
     def model(self): ...
@@ -170,7 +177,7 @@ def test_a_file_whose_name_is_taken_is_refused(folder: Path) -> None:
 def test_a_missing_class_is_one_line_with_the_nearest_or_all(folder: Path) -> None:
     assert refusal("my_training.py:Whol").endswith("my_training.py; did you mean 'Whole'?")
     assert refusal("my_training.py:Xyz").endswith(
-        "; its jobs are Lacking, Lossless, Open, Phases, Whole"
+        "; its jobs are Lacking, Lossless, Open, Phases, Typed, Whole"
     )
     (folder / "my_empty.py").touch()
     assert refusal("my_empty.py:Xyz").endswith("my_empty.py; it holds no job")
@@ -201,6 +208,20 @@ def test_an_unknown_argument_is_one_line_with_the_nearest_or_all() -> None:
     )
     assert refusal("my_training.py:Whole", size=1, xyz=2).endswith("; it knows size, rate, name")
     assert refusal("my_training.py:Phases", xyz=2).endswith("; it takes no arguments")
+
+
+@pytest.mark.usefixtures("folder")
+def test_text_where_a_number_is_meant_is_one_line() -> None:
+    assert refusal("my_training.py:Typed", rate="abc") == (
+        "args.rate: found 'abc', expected a number for Typed (my_training.py:Typed)"
+    )
+    assert refusal("my_training.py:Typed", size=[1]).startswith(
+        "args.size: found [1], expected a number or an integer for"
+    )
+    assert isinstance(
+        load_job("my_training.py:Typed", {"rate": 1, "size": None, "sizes": [1], "name": "abc"}),
+        Job,
+    )
 
 
 @pytest.mark.usefixtures("folder")
