@@ -113,6 +113,11 @@ class Run(Saves):
             parted=isinstance(self._saver.fenced or self._watch.found, PartedError),
         )
 
+    def signals(self) -> tuple[bool, bool]:
+        """Whether SIGTERM has come to this rank, and whether its node is to leave."""
+        signals = self._session.signals
+        return signals.leave, signals.notice
+
     def count(
         self,
         samples: int,

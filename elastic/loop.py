@@ -112,6 +112,7 @@ class Training:
             options=train,
             world=run.world,
             buffers=self._buffers,
+            told=run.signals,
         )
         self._loader = Loader(
             dataset,

@@ -9,7 +9,7 @@ is the loop's business; how gradients are summed is the reducer's.
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -93,8 +93,22 @@ class Stepper:
         options: TrainOptions,
         world: World,
         buffers: ShardBuffers | None = None,
+        told: Callable[[], tuple[bool, bool]] | None = None,
     ) -> None:
-        """Bind the parts; `scaler` is given with fp16 alone (by phase), `buffers` with logical shards."""
+        """Bind the parts.
+
+        Args:
+            job: Whose losses.
+            reducer: What sums the gradients.
+            phases: In order.
+            scaler: With fp16 alone; several by phase.
+            options: The train section.
+            world: The ranks.
+            buffers: With logical shards.
+            told: `Request.leave` and `Request.notice` as they are by now: a signal that comes while a step's
+                losses are computed still ends the run after this step, which may be a long one.
+        """
+        self._told = told
         self._job, self._reducer, self._phases = job, reducer, list(phases)
         self._scalers = [
             scaler[phase.name] if isinstance(scaler, Mapping) else scaler for phase in phases
@@ -227,6 +241,8 @@ class Stepper:
                     told[kinds + int(not isinstance(value, Mean))] = 1.0
                 term, added, items = _contribution(value, micro, batch.size)
                 self._own_losses.append(added)
+                if turn.last and self._told is not None:
+                    told[:2] = map(float, self._told())
                 if scaler is not None:
                     term = scaler.scale(term)
                 self._reducer.backward(term, loss=added, count=items)

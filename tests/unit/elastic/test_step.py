@@ -177,6 +177,8 @@ class Case:
     """The scaler's first scale, with fp16."""
     leave: tuple[int, int] | None = None
     """(step, rank) of a SIGTERM."""
+    late: tuple[int, int] | None = None
+    """The same, but after the step has begun."""
     steps: int = 99
     freezes_alone: bool = False
     """Whether rank 0 freezes a parameter after the first step."""
@@ -204,7 +206,11 @@ def train(world: World, case: Case) -> dict[str, Any]:
     )
     reducer = PlainReducer(model, world, compiled=None, find_unused=case.freezes_alone)
     phases = phases_of(job, optimizer)
-    stepper = Stepper(job, reducer, phases, scaler=scaler, options=options, world=world)
+    at = 0
+    stepper = Stepper(
+        job, reducer, phases, scaler=scaler, options=options, world=world,
+        told=lambda: (case.late == (at, world.rank) or case.leave == (at, world.rank), False),
+    )  # fmt: skip
     loader = Loader(job.dataset(), plan, rank=world.rank)
     results, weights = [], []
     for step, batch in enumerate(loader.epoch(0), 1):
@@ -213,6 +219,7 @@ def train(world: World, case: Case) -> dict[str, Any]:
         request = Request(
             leave=case.leave == (step, world.rank), save=step == 2 and world.is_primary
         )
+        at = step
         try:
             results.append(stepper.run(step, batch, request))
         except (AttentionError, StartError) as error:
@@ -250,6 +257,7 @@ CASES: dict[str, Case] = {
     "scaled nan": Case(nan_item=10, on_nonfinite="skip", scale=1024.0),
     "heavy": Case(job="Heavy", n=4, on_nonfinite="skip", leave=(1, 0)),
     "leave": Case(leave=(2, 1)),
+    "late": Case(late=(2, 0)),
     "normed": Case(job="Normed", nan_item=10, on_nonfinite="skip", batch=6),
     "noisy": Case(job="Noisy"),
     "undecided": Case(job="Undecided", n=8, batch=8, micro=2),
@@ -498,3 +506,7 @@ def test_draws_of_to_device_do_not_depend_on_the_process(
 
 def test_numbers_of_the_tracer_are_their_indices() -> None:
     assert Numbers(3)[2] == (2.0, 2)
+
+
+def test_a_signal_that_comes_during_a_step_is_told_with_that_step(world_results: Results) -> None:
+    assert [agreed.leave for agreed in world_results[0]["late"]["agreed"]] == [0, 1, 0]
