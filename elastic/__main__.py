@@ -1,8 +1,8 @@
-"""`python -m elastic COMMAND`: launch, status, rollback and drill; the other commands of the design are not yet served."""
+"""`python -m elastic COMMAND`: launch, doctor, status, rollback and drill; `report` is not yet served."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from checkpoints.errors import CheckpointError
@@ -11,21 +11,37 @@ from elastic.errors import ElasticError, ExitCode
 from elastic.rollback import rollback
 from elastic.status import status
 
-_NOT_YET: Final = ("report", "doctor")
+_NOT_YET: Final = ("report",)
+
+
+def _launch(argv: Sequence[str]) -> int:
+    from elastic.launch import launch
+
+    return launch(argv)
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    from elastic.doctor import doctor
+
+    return doctor(argv)
+
+
+_OWN_ARGUMENTS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
+    "launch": _launch,
+    "doctor": _doctor,
+    "drill": drill,
+}
+"""Commands that read their arguments themselves."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns its exit code."""
-    if argv and argv[0] == "launch":
-        from elastic.launch import launch
-
-        return launch(argv[1:])
-    if argv and argv[0] == "drill":
-        return drill(argv[1:])
+    if argv and argv[0] in _OWN_ARGUMENTS:
+        return _OWN_ARGUMENTS[argv[0]](argv[1:])
     if argv and argv[0] in _NOT_YET:
         sys.stderr.write(
-            f"error: python -m elastic {argv[0]}: not yet served by this version; served: launch, status, "
-            "rollback, drill\n"
+            f"error: python -m elastic {argv[0]}: not yet served by this version; served: launch, doctor, "
+            "status, rollback, drill\n"
         )
         return ExitCode.WRONG
     found = _parser().parse_args(argv)
@@ -45,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "launch", help="torchrun with our settings and the run's exit codes (launch --help)"
+    )
+    commands.add_parser(
+        "doctor",
+        help="look at this node as launch would use it, and start nothing (doctor --help)",
     )
     told = commands.add_parser("status", help="where the run at a URL stands")
     told.add_argument("--json", action="store_true", help="the whole summary as JSON")

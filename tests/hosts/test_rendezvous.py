@@ -1,5 +1,7 @@
 """Three hosts under `--rdzv_backend=fsspec`: any of them dies, is cut off, comes back, is replaced; the run finishes."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -182,6 +184,32 @@ def test_c16_host_names_that_nobody_resolves_do_no_harm(hosts: Hosts) -> None:
     start(hosts, 1, 2, delay=0)
     finish(hosts)
     assert all("resolve" not in agent.output() for agent in hosts.agents.values())
+
+
+def test_c16_the_doctor_says_beforehand_that_a_name_does_not_resolve(hosts: Hosts) -> None:
+    words = [sys.executable, "-m", "elastic", "doctor", "--nnodes=2", "--peer=h2", "--rdzv_backend=c10d",
+             f"--rdzv_endpoint={hosts.address(2)}:29400", tracer(), f"checkpoint.url={hosts.cluster.url}"]  # fmt: skip
+    done = subprocess.run(
+        hosts.command(1, words),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=hosts.cluster.folder,
+    )
+    told = done.stdout
+    assert (done.returncode, done.stderr) == (0, ""), told
+    assert f"start this node with --local_addr={hosts.address(1)}" in told
+    assert "'h2' does not resolve on this host (h1): start h2 with --local_addr=" in told
+    assert f"{hosts.address(2)}:29400: that host is there, and no agent listens yet" in told
+    hosts.cut(2)
+    done = subprocess.run(
+        hosts.command(1, words),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=hosts.cluster.folder,
+    )
+    assert "does a firewall let this port through?" in done.stdout
 
 
 @pytest.mark.soak

@@ -98,7 +98,7 @@ def test_file_that_is_no_summary_is_told_in_one_line(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["report", "x"], "error: python -m elastic report: not yet served by this version; served: launch, status, rollback, drill\n"),
+        (["report", "x"], "error: python -m elastic report: not yet served by this version; served: launch, doctor, status, rollback, drill\n"),
         (["status", "x", "--option", "key"], "error: --option: found 'key', expected key=value\n"),
     ],
 )  # fmt: skip
