@@ -281,17 +281,11 @@ def measure_disk(training: Training, folder: Path, rounds: int) -> dict[str, obj
         writer.offer(snapshot)
         writer.wait(120)
         note("durable", start)
-        target = bytearray((folder / "raw").stat().st_size)
-        start = time.perf_counter()
-        with (folder / "raw").open("rb", buffering=0) as file:
-            file.readinto(target)
-        note("raw_read", start)
+        size = (folder / "raw").stat().st_size
+        note("raw_read", read_raw(folder / "raw", bytearray(size)))
         # As a process that restores has it: memory that nobody has touched yet.
-        fresh = torch.empty(len(target), dtype=torch.uint8).numpy().data
-        start = time.perf_counter()
-        with (folder / "raw").open("rb", buffering=0) as file:
-            file.readinto(fresh)
-        note("raw_read_fresh", start)
+        fresh = torch.empty(size, dtype=torch.uint8).numpy().data
+        note("raw_read_fresh", read_raw(folder / "raw", fresh))
         del fresh
         manager = CheckpointManager(store)
         start = time.perf_counter()
@@ -307,7 +301,7 @@ def measure_disk(training: Training, folder: Path, rounds: int) -> dict[str, obj
         training.state.restore(tree)
         note("from_memory", start)
         slot.free()
-        del tree, target
+        del tree
     writer.finish()
     buffers.close()
     del warm
@@ -318,6 +312,14 @@ def measure_disk(training: Training, folder: Path, rounds: int) -> dict[str, obj
         "restore_to_raw": round(median["restore"] / median["raw_read_fresh"], 2),
         "fetch_to_raw": round(median["fetch"] / median["raw_read"], 2),
     }
+
+
+def read_raw(path: Path, target: bytearray | memoryview) -> float:
+    """Read a file at once, and return when that began."""
+    start = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        file.readinto(target)
+    return start
 
 
 def ms(seconds: float) -> float:
