@@ -44,7 +44,7 @@ class Bench:
         for number in numbers:
             rdzv = folder(self.hosts) if self.backend == "fsspec" else c10d(number)
             self.hosts.start(
-                number, tracer(), "args.n=1000000", "train.global_batch_size=6", f"train.step_delay={_DELAY_S}",
+                number, tracer(), "args.n=6000", "train.epochs=1000000", "train.global_batch_size=6", f"train.step_delay={_DELAY_S}",
                 "checkpoint.every=20 steps", *([] if self.backend == "fsspec" else ["timeout=10s"]), rdzv=rdzv,
                 by_launch=self.by_launch,
             )  # fmt: skip
