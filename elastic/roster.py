@@ -79,7 +79,7 @@ class Recall:
     id: str
     reason: str
     is_broken: bool = False
-    """Whether a member of its world is gone without a word, so that its workers may wait for it in vain."""
+    """Whether somebody of its world is gone without a word, so that its workers may wait in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,9 @@ class Roster:
                 continue
             node.told = True
             reason = self._why if mine else "another world has formed since"
-            actions.append(Recall(node.id, reason or "a new world forms", mine and is_broken))
+            # Of another world somebody has gone over to this one, or ended.
+            in_vain = is_broken or not mine
+            actions.append(Recall(node.id, reason or "a new world forms", in_vain))
         return actions
 
     # --------------------------------------------------------------------------------- small questions

@@ -352,3 +352,14 @@ def test_only_who_goes_without_a_word_breaks_a_world() -> None:
     assert agents.broken[2:] == [False, False]  # a and b, for the newcomer
     agents.die("d")
     assert agents.broken[4:] == [True, True]
+
+
+def test_who_runs_a_world_that_others_have_left_waits_in_vain() -> None:
+    """A leader that was cut off has formed a world alone, and given way: its record names that one."""
+    roster = Roster(
+        leader="b", epoch=2, min_nodes=1, max_nodes=3, last_call_s=1.0, world=(1, 2), members=("a",)
+    )
+    roster = Roster.after(roster, {"a"}, 103.0)
+    roster.joined(Node(id="b", name="b", world=(1, 1)), 100.0)
+    (recall,) = [one for one in roster.advance(100.1) if isinstance(one, Recall)]
+    assert (recall.id, recall.is_broken) == ("b", True)
