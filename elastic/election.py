@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _FORMAT: Final = 1
+_MOST_FORMER: Final = 256
 FRESH_BEATS: Final = 6
 """A complaint that is older, by the leader's own beats, does not count any more."""
 STAND_BACK_S: Final = 30.0
@@ -67,6 +68,8 @@ class Record:
     """The newest world: the epoch and the round that it was formed in."""
     members: tuple[str, ...] = ()
     """The agents of that world, by rank."""
+    former: tuple[str, ...] = ()
+    """Agents of the launch's worlds before that are not in it; some may be cut off, and want to come back."""
     complaints: Mapping[str, int] = field(default_factory=dict)
     """Agents that cannot reach the leader, and the beat at which they said so."""
     gone: str = ""
@@ -98,6 +101,7 @@ class Record:
                 beat=int(found["beat"]),
                 world=None if found["world"] is None else _world(found["world"]),
                 members=tuple(map(str, found["members"])),
+                former=tuple(map(str, found.get("former", ()))),
                 complaints={str(key): int(value) for key, value in found["complaints"].items()},
                 gone=str(found["gone"]),
                 closed=bool(found["closed"]),
@@ -108,6 +112,12 @@ class Record:
     def beaten(self, **changes: Any) -> "Record":
         """The same leader's next."""
         return dataclasses.replace(self, beat=self.beat + 1, **changes)
+
+    def formed(self, world: tuple[int, int], members: tuple[str, ...]) -> "Record":
+        """The same leader's next, with a new world."""
+        known = dict.fromkeys((*self.former, *self.members))
+        former = tuple(name for name in known if name not in members)[-_MOST_FORMER:]
+        return self.beaten(world=world, members=members, former=former)
 
     def taken(self, leader: Leader) -> "Record":
         """The record of the next epoch."""
@@ -240,7 +250,8 @@ def _at_an_end(record: Record | None, me: Candidate) -> Step:
 def must_abdicate(record: Record, connected: set[str]) -> bool:
     """Tell whether more agents cannot reach this leader than can: then one of them should lead.
 
-    Once a world has formed only its agents count, so that outsiders never disturb one that trains.
+    Once a world has formed only its agents count and those of worlds before, which have reached a leader once: outsiders never
+    disturb one that trains. A leader that was cut off may form a world of those that are left, and gives way all the same.
     """
     fresh = {
         name
@@ -249,6 +260,6 @@ def must_abdicate(record: Record, connected: set[str]) -> bool:
     }
     reaching = connected
     if record.members:
-        fresh &= set(record.members)
+        fresh &= {*record.members, *record.former}
         reaching = connected & set(record.members)
     return len(fresh) > max(len(reaching), 1)

@@ -291,15 +291,16 @@ class Hub:
             return
 
     def _next(self, confirm: Confirm | None) -> Record:
+        if confirm is None:
+            record = self._record.beaten()
+        else:
+            record = self._record.formed((self.epoch, confirm.round), confirm.members)
         changes: dict[str, Any] = {}
-        if confirm is not None:
-            world: WorldId = (self.epoch, confirm.round)
-            changes = {"world": world, "members": confirm.members}
         if self._roster.is_closed:
             changes["closed"] = True
         elif self._leaving or must_abdicate(self._record, set(self._peers)):
             changes |= {"leader": None, "gone": self.me}
-        return self._record.beaten(**changes)
+        return dataclasses.replace(record, **changes)
 
     async def _written(self, record: Record, confirm: Confirm | None) -> None:
         if record.closed:

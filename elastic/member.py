@@ -383,9 +383,9 @@ class Member:
         if now < self._complained_at + _COMPLAIN_S + 0.1 * len(record.members):
             return
         self._complained_at = now
-        logger.warning(
-            "rendezvous: %s, though it lives: this node may be cut off", self.link.trouble
-        )
+        name = "nobody" if record.leader is None else record.leader.name
+        trouble = self.link.trouble or f"the leader {name} does not answer"
+        logger.warning("rendezvous: %s, though it lives: this node may be cut off", trouble)
         complaints = {**record.complaints, self.id: record.beat}
         with contextlib.suppress(CheckpointError):
             await self.ballot.write(

@@ -92,6 +92,12 @@ def complained(members: str, by: str, ago: int = 0) -> Record:
     )
 
 
+def test_former_agents_are_those_that_are_in_no_world_any_more() -> None:
+    record = RECORD.formed((1, 1), ("a", "b")).formed((1, 2), ("b", "c")).formed((1, 3), ("a", "c"))
+    assert (record.members, record.former) == (("a", "c"), ("b",))
+    assert Record.from_json(record.to_json()).former == ("b",)
+
+
 @pytest.mark.parametrize(
     ("record", "connected", "wanted"),
     [
@@ -102,6 +108,10 @@ def complained(members: str, by: str, ago: int = 0) -> Record:
         (complained("abl", "ab", ago=7), "l", False),  # too old to count
         (complained("abl", "xyzuv"), "lab", False),  # outsiders never disturb a world
         (complained("", "xy"), "l", True),
+        # A leader that was cut off has formed a world without those who cannot reach it.
+        (complained("abl", "ab").formed((1, 2), ("l",)), "l", True),
+        (complained("abl", "b").formed((1, 2), ("l", "a")), "la", False),
+        (complained("abl", "xy").formed((1, 2), ("l",)), "l", False),
     ],
     ids=map(str, itertools.count()),
 )
