@@ -373,6 +373,8 @@ class Member:
             self.link.close(f"the launch has ended ({ended.reason})")
         if ended.gave_way:
             self._may_lead_at = time.monotonic() + STAND_BACK_S
+            # The others train on without this node, and could not claim beside a world that still writes.
+            self.link.recall()
         if self.link.is_leaving:
             self.link.leave()
 

@@ -67,6 +67,7 @@ class Watcher:
         self._workers: dict[str, Seen] = {}
         self._told: set[str] = set()
         self._began = time.monotonic()
+        self._asked = 0.0
 
     def run(self) -> None:
         """Look again and again; returns when there is nobody left to watch."""
@@ -109,10 +110,14 @@ class Watcher:
         doubtful = [seen for seen in hung if seen.state != "T" and not seen.waits]
         if not doubtful or (len(workers) == 1 and workers[0].pulse.world_is_here):
             return hung
-        dumps = self._dump(doubtful)
-        for seen in doubtful:
-            seen.excused = in_collective(frames_of(dumps[seen.pulse.path]))
+        self._excuse(doubtful)
         return find_hung(workers)
+
+    def _excuse(self, workers: list[Seen]) -> None:
+        """Look whose stack shows a collective."""
+        dumps = self._dump(workers)
+        for seen in workers:
+            seen.excused = in_collective(frames_of(dumps[seen.pulse.path]))
 
     def _dump(self, workers: list[Seen]) -> dict[str, str]:
         files = {seen.pulse.path: seen.pulse.path + STACKS for seen in workers}
@@ -148,8 +153,17 @@ class Watcher:
         broken = broken_at(self._folder)
         if broken <= self._began or now - broken < _BROKEN_S:
             return
-        for seen in self._workers.values():
-            if seen.pulse.waits and seen.idle_s >= _VAIN_S and seen.pulse.path not in self._told:
+        idle = [
+            seen
+            for seen in self._workers.values()
+            if seen.idle_s >= _VAIN_S and seen.pulse.path not in self._told
+        ]
+        if now - self._asked >= _VAIN_S and (doubtful := [seen for seen in idle if not seen.waits]):
+            # DDP has collectives of its own, of which only a stack tells.
+            self._asked = now
+            self._excuse(doubtful)
+        for seen in idle:
+            if seen.waits:
                 from elastic.telling import note_end  # it loads more than the watching needs
 
                 note_end(seen.pulse)

@@ -1,5 +1,6 @@
 """Three hosts under `--rdzv_backend=fsspec`: any of them dies, is cut off, comes back, is replaced; the run finishes."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -93,6 +94,28 @@ def test_c15_host_is_cut_off_without_a_reset_and_healed(whom: str, hosts: Hosts)
     assert "has been silent for" in told, told
     assert "forcefully exiting" not in told, told  # torchrun's way, after 30 s
     hosts.heal(victim)
+    hosts.world(3, after=second, timeout_s=BOUND_S)
+    finish(hosts)
+
+
+@pytest.mark.soak
+def test_c15_a_leader_that_went_on_alone_gives_way_to_the_two_it_has_lost(hosts: Hosts) -> None:
+    start(hosts, 1, 2, 3, timeout="600s", delay=0.5)
+    first = hosts.world(3)
+    leader = leader_of(hosts)
+    others = [number for number in hosts.agents if number != leader]
+    # So that their complaints come when the leader has formed a world alone.
+    for number in others:
+        hosts.agents[number].signal(signal.SIGSTOP)
+    hosts.cut(leader)
+    alone = hosts.world(1, after=first, timeout_s=BOUND_S)
+    for number in others:
+        hosts.agents[number].signal(signal.SIGCONT)
+    second = hosts.world(2, after=alone, timeout_s=BOUND_S)
+    time.sleep(3)
+    newest = max(records.claims(hosts.cluster.url))
+    assert records.claims(hosts.cluster.url)[newest]["world_size"] == 2, "both worlds go on"
+    hosts.heal(leader)
     hosts.world(3, after=second, timeout_s=BOUND_S)
     finish(hosts)
 

@@ -35,6 +35,7 @@ stuck_here()
 """
 WORKS = "while True: slot.beat(41, 'step'); time.sleep(0.05)"
 WAITS = "slot.wait(60); time.sleep(60)"
+IN_DDP = """exec(compile("time.sleep(60)", "/x/torch/nn/parallel/distributed.py", "exec"))"""
 HANGS = {
     "sleeps": "time.sleep(60)",
     "spins": "while True: pass",
@@ -191,8 +192,11 @@ def test_forks_of_the_one_that_hangs_show_their_stacks_and_end_and_what_it_start
     os.kill(other, signal.SIGKILL)
 
 
-def test_who_waits_for_a_node_that_is_gone_is_ended_once_the_agent_says_so(node: Node) -> None:
-    worker = node.worker(0, WAITS, bound=50)
+@pytest.mark.parametrize("do", [WAITS, IN_DDP], ids=["says so", "in a collective of DDP's"])
+def test_who_waits_for_a_node_that_is_gone_is_ended_once_the_agent_says_so(
+    do: str, node: Node
+) -> None:
+    worker = node.worker(0, do, bound=50)
     note_broken(str(node.folder))  # of a world before: this one's watcher is not concerned
     watcher = node.watch(os.getpid(), worker.pid)
     with pytest.raises(subprocess.TimeoutExpired):
