@@ -72,12 +72,15 @@ def rests(
     return False
 
 
-def _status(store: Store) -> tuple[object, object]:
+def _status(store: Store) -> tuple[int | None, str | None]:
     try:
         summary = parse(store.get(SUMMARY, limit_bytes=4 << 20), SUMMARY)
     except (ObjectMissingError, RecordError):
         return None, None
-    return summary.get("generation"), summary.get("status")
+    match summary:
+        case {"generation": int(generation), "status": str(status)}:
+            return generation, status
+    return None, None
 
 
 def _all_dead_here(store: Store, generation: int) -> bool:

@@ -68,7 +68,7 @@ class Record:
                 addresses=tuple(map(str, found["addresses"])), port=int(found["port"]),
                 world_size=int(found["world_size"]), nonce=str(found["nonce"]), group=str(found["group"]),
             )  # fmt: skip
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return None
         return record if 0 < record.port < 65536 else None
 

@@ -88,8 +88,8 @@ class Record:
         Raises:
             ValueError: Raised when the bytes are no such record.
         """
-        found = json.loads(data)
         try:
+            found = json.loads(data)
             if found["format"] != _FORMAT:
                 raise ValueError(f"found format {found['format']!r}, expected {_FORMAT}")
             leader = found["leader"]
@@ -106,7 +106,7 @@ class Record:
                 gone=str(found["gone"]),
                 closed=bool(found["closed"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"found no record of a rendezvous ({error!r})") from error
 
     def beaten(self, **changes: Any) -> "Record":

@@ -141,7 +141,7 @@ def _read_index(store: Store, name: str, where: str) -> dict[str, Tensor]:
     try:
         table = json.loads(store.get(name))["weight_map"]
         files = {str(key): str(value) for key, value in table.items()}
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise StartError(
             f"{where}: found no table 'weight_map' in it, expected tensor names and their files"
         ) from error

@@ -104,7 +104,7 @@ def _claim(store: Store, run_id: str, name: CheckpointName) -> Claim:
 def _summary(store: Store) -> dict[str, Any] | None:
     try:
         found = json.loads(store.get(SUMMARY))
-    except (ObjectMissingError, ValueError):
+    except (ObjectMissingError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -68,7 +68,7 @@ def _read(store: Store) -> dict[str, Any] | None:
         found = json.loads(store.get(SUMMARY))
     except ObjectMissingError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{store.display_url}/{SUMMARY}: not JSON ({error})") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{store.display_url}/{SUMMARY}: found no object, expected a summary")

@@ -134,7 +134,7 @@ def _newest_history(store: Store, before: int) -> list[Row]:
             try:
                 text = store.get(f"{journal_prefix(number)}.history.json")
                 return [Row(**row) for row in json.loads(text)["rows"]]
-            except (ObjectMissingError, ValueError, TypeError, KeyError) as error:
+            except (ObjectMissingError, ValueError, TypeError, KeyError, RecursionError) as error:
                 logger.warning("the history of generation %d cannot be read (%s)", number, error)
     return []
 
@@ -172,7 +172,7 @@ def _events(data: bytes) -> list[dict[str, Any]]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) else None
 

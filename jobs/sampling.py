@@ -20,7 +20,8 @@ class Weighted:
     """Samples by weight: in an epoch of m draws sample i is drawn m·w_i/Σw times, rounded down or up.
 
     Which of the two is drawn anew for each epoch, so that over epochs the share is exact; with equal
-    weights and no `samples` each sample is drawn exactly once. Lower variance than independent draws.
+    weights and no `samples` each sample is drawn exactly once. Which samples come together does not
+    depend on where they lie in the dataset.
     """
 
     weights: Any

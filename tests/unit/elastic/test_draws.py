@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset
 
-from elastic.draws import ByWeight, Draws, Mixed, Once, _share_out, draws_of
+from elastic.draws import ByWeight, Draws, Mixed, Once, _divide, _share_out, draws_of
 from elastic.errors import StartError
 from elastic.sampler import ElasticSampler, Plan, epoch_order
 from jobs.sampling import Mixture, Weighted
@@ -106,12 +106,11 @@ def test_over_epochs_the_share_is_the_weight() -> None:
 
 def test_counts_are_exact_where_the_product_needs_more_than_64_bits() -> None:
     n, samples = 1000, 10**12 + 7
-    draws = ByWeight(n, Weighted(range(1, n + 1), samples))
     units = np.round(np.ldexp(np.arange(1, n + 1), 60 - 10 - 10)).astype(object)
     ends, total = np.cumsum(units), int(units.sum())
+    strides, rests = _divide(ends.astype(np.int64), samples, total)
     for i in range(n):
-        quotient, rest = divmod(int(ends[i]) * samples, total)
-        assert (draws._strides[i + 1], draws._rest[i + 1]) == (quotient, rest)
+        assert (strides[i], rests[i]) == divmod(int(ends[i]) * samples, total)
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
@@ -125,14 +124,28 @@ def test_weights_come_in_any_form(kind: Any) -> None:
 def test_only_ratios_of_weights_count_and_others_are_another_identity() -> None:
     one = ByWeight(3, Weighted([1.0, 2.0, 3.0]))
     assert one.identity == ByWeight(3, Weighted([4.0, 8.0, 12.0])).identity
-    assert one.identity == {"kind": "weighted", "samples": 3, "weights": one.identity["weights"]}
+    assert one.identity == {
+        "kind": "weighted", "laid": "by epoch", "samples": 3, "weights": one.identity["weights"],
+    }  # fmt: skip
     assert one.identity != ByWeight(3, Weighted([1.0, 2.0, 3.1])).identity
     assert one.identity != ByWeight(3, Weighted([1.0, 2.0, 3.0], 4)).identity
 
 
 def test_weighted_draws_stay_what_they_are() -> None:
     draws = ByWeight(6, Weighted([1, 0, 2, 3, 0.5, 0.25], 12))
-    assert draws.epoch(3, 1, "feistel")(0, 12).tolist() == [8, 3, 14, 27, 5, 2, 15, 21, 20, 0, 4, 9]
+    assert draws.epoch(3, 1, "feistel")(0, 12).tolist() == [6, 15, 3, 8, 20, 0, 27, 2, 9, 4, 14, 21]
+
+
+@pytest.mark.parametrize("period", [2, 10, 100])
+def test_samples_that_come_together_are_not_those_at_a_distance_in_the_dataset(period: int) -> None:
+    """As where the dataset alternates between classes: one stride would meet one class alone."""
+    for weights in ([1.0] * 1000, [3.0 if i % period else 1.0 for i in range(1000)]):
+        draws = ByWeight(1000, Weighted(weights, 200))
+        share = sum(weights[::period]) / sum(weights)
+        for epoch in range(5):
+            samples = np.array(draws.epoch(0, epoch, "torch")(0, 200)) % 1000
+            found = float((samples % period == 0).mean())
+            assert abs(found - share) < 4 * (share * (1 - share) / 200) ** 0.5
 
 
 # ------------------------------------------------------------------------------------------- mixtures
