@@ -71,7 +71,12 @@ class Run(Saves):
             yield self.progress.epoch
             if self.at_epoch_end:
                 self.end_epoch()
+            elif not self.over:
+                self.left_early()
         self.finish()
+
+    def left_early(self) -> None:
+        """The body of `epochs` has ended before its epoch did."""
 
     @property
     def has_stepped(self) -> bool:

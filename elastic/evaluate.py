@@ -2,12 +2,14 @@
 
 Promises: every rank evaluates its own contiguous part, and what is added up are sums and counts, so
 that the result does not depend on the number of ranks; with `fixed` batches not even its bits do. A
-signal is noticed within two batches and agreed by all ranks; the mode of every module and the random
-streams are left as they were found.
+signal is noticed within two batches and agreed by all ranks; the mode of every module, every buffer and
+the random streams are left as they were found.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -103,7 +105,7 @@ class Evaluation:
             n = _length(name, dataset)
             share = _share(n, batch_size, world.rank, world.world_size, fixed=fixed)
             loader: DataLoader[Any] = DataLoader(
-                dataset,
+                _ByIndex(dataset),
                 batch_sampler=share.batches,  # type: ignore[arg-type]  # ranges are lists of indices
                 collate_fn=job.collate,
                 generator=torch.Generator(),
@@ -117,31 +119,24 @@ class Evaluation:
         prefixes: `test/accuracy`.
         """
         # Of each module, since a frozen part is in eval mode while the rest trains.
-        was_training = {module: module.training for module in model.modules()}
-        model.eval()
-        try:
-            with kept_random_state(self._world.device):
-                return self._evaluate_all(model, leaving)
-        finally:
-            for module, mode in was_training.items():
-                module.training = mode
+        with _evaluating(model), kept_random_state(self._world.device):
+            return self._evaluate_all(model, leaving)
 
-    def names(self, model: nn.Module) -> list[str]:
-        """The names of the figures, from one batch of the primary's. Collective."""
-        was_training = {module: module.training for module in model.modules()}
-        model.eval()
+    def names(self, model: nn.Module) -> list[str] | None:
+        """The names of the metrics, from one batch of the primary's; None where a job's `summarize` makes others. Collective.
+
+        It is asked of a bystander, so that no job counts it as an evaluation.
+        """
+        if type(self._job).summarize is not Job.summarize:
+            return None
+        job = _bystander(self._job)
         found: list[str] = []
-        try:
+        with _evaluating(model), kept_random_state(self._world.device):
             for name, (loader, _) in self._loaders.items() if self._world.is_primary else ():
-                with kept_random_state(self._world.device), torch.no_grad(), self._context:
-                    moved = self._job.to_device(next(iter(loader)), self._world.device)
-                    totals: Totals = {}
-                    _add(totals, self._job.metrics(model, moved))
-                prefix = f"{name}/" if name else ""
-                found += [f"{prefix}{key}" for key in self._job.summarize(_metrics(totals))]
-        finally:
-            for module, mode in was_training.items():
-                module.training = mode
+                with torch.no_grad(), self._context:
+                    moved = job.to_device(next(iter(loader)), self._world.device)
+                    prefix = f"{name}/" if name else ""
+                    found += [f"{prefix}{key}" for key in job.metrics(model, moved)]
         told = self._world.broadcast(found)
         return [str(name) for name in told]
 
@@ -196,6 +191,54 @@ class Evaluation:
         return _metrics(summed)
 
 
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; afterwards each module's mode and each buffer is what it was.
+
+    How many batches a rank evaluates depends on the world, so that what they leave in a buffer would, too.
+    """
+    # Of each module, since a frozen part is in eval mode while the rest trains.
+    was_training = {module: module.training for module in model.modules()}
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in was_training
+        for name, buffer in module._buffers.items()  # noqa: SLF001  # as nn.Module keeps them
+        if buffer is not None
+    ]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in was_training.items():
+            module.training = mode
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer.copy_(value)  # noqa: SLF001
+
+
+def _bystander(job: Job) -> Job:
+    """A copy of a job that may count what it is asked, without the job's own knowing."""
+    found = copy.copy(job)
+    for name, value in vars(job).items():
+        if isinstance(value, list | dict | set | deque):
+            setattr(found, name, copy.copy(value))
+        elif isinstance(value, nn.Module) and not any(True for _ in value.parameters()):
+            setattr(found, name, copy.deepcopy(value))  # a metric that adds up
+    return found
+
+
+class _ByIndex(Dataset[Any]):
+    """A dataset that is asked for items by index, whatever kind torch would take it for."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+        if hasattr(dataset, "__getitems__"):
+            self.__getitems__ = dataset.__getitems__
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+
 def _metrics(totals: Totals) -> dict[str, Metric]:
     """Sums as the job gave them: two halves are a Mean."""
     return {
@@ -215,6 +258,11 @@ def _add(totals: Totals, metrics: Mapping[str, Metric]) -> None:
 
 
 def _length(name: str, dataset: Dataset[Any]) -> int:
+    if getattr(type(dataset), "__getitem__", Dataset.__getitem__) is Dataset.__getitem__:
+        raise StartError(
+            f"eval_dataset {name}: found {type(dataset).__name__}, which only iterates, expected a map-style dataset, with "
+            "__len__ and __getitem__(index); index what it reads, as docs/data.md shows under Streams"
+        )
     try:
         n = len(dataset)  # type: ignore[arg-type]  # checked right here
     except TypeError as error:

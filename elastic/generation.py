@@ -8,7 +8,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -49,6 +49,9 @@ from elastic.stragglers import Paces
 __all__ = ["Generation"]
 
 logger = logging.getLogger(__name__)
+
+_ORDERING: Final = frozenset({"train.seed", "train.order", "sampling"})
+"""Parts of a run's identity that decide in which order an epoch takes its samples."""
 
 
 class Generation:
@@ -223,6 +226,7 @@ class Generation:
                 wrong.append(("memory", found.name))
             else:
                 break
+        self._warn_of_order()
         if self.is_primary:
             if found.tree is not None and resume.is_pending(self.store, self._claimed):
                 source = "rollback"
@@ -234,6 +238,17 @@ class Generation:
             self._session.signals.arm()
         self._session.slot.beat(self.progress.step, "first step")
         self.records.ledger.start()
+
+    def _warn_of_order(self) -> None:
+        """Say what it means that another order was accepted while an epoch is under way."""
+        at = self.progress
+        keys = [line.partition(":")[0] for line in self.accepted]
+        changed = [key for key in keys if key in _ORDERING]
+        if changed and at.position:
+            self.warn(
+                f"{', '.join(changed)}: accepted within epoch {at.epoch + 1}, of which {at.position} samples are done: in another "
+                "order some samples of this epoch come twice and others not at all; from the next epoch on each comes once"
+            )
 
     def _refuse_ruins(self, found: finding.Found) -> None:
         """A run that has checkpoints, of which none verifies, is not begun anew in silence. Collective."""

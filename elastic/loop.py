@@ -252,7 +252,7 @@ class Training:
                 "from; write one, or leave eval.monitor and eval.patience out"
             )
         names = self._evaluation.names(model)
-        if monitor not in names:
+        if names is not None and monitor not in names:
             raise StartError(f"eval.monitor: found {monitor}, expected one of {', '.join(names)}")
 
     def _prepare_evaluation(self) -> Evaluation | None:

@@ -8,7 +8,7 @@ from torch.nn.parameter import is_lazy
 
 from elastic.errors import StartError
 
-__all__ = ["check_model", "check_shapes", "sparse_error"]
+__all__ = ["check_forward", "check_model", "check_shapes", "sparse_error"]
 
 
 def check_model(model: nn.Module, kind: str) -> None:
@@ -18,9 +18,25 @@ def check_model(model: nn.Module, kind: str) -> None:
         StartError: Names the first parameter or layer.
     """
     check_shapes(model, f"{kind}.model")
+    check_forward(model, f"{kind}.model")
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise sparse_error(f"{name}.weight".lstrip("."))
+
+
+def check_forward(model: nn.Module, label: str) -> None:
+    """Refuse a model whose forward changes its weights by the samples that a rank has; `label` is where it comes from.
+
+    Raises:
+        StartError: Names the first layer.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise StartError(
+                f"{label}: found {name or 'itself'} with max_norm={module.max_norm:g}, expected none: its forward changes the "
+                "weights of the samples that a rank has, so that ranks would differ; leave it out, and renormalise in "
+                "the loss or in a hook of the optimizer's step, on all ranks alike"
+            )
 
 
 def check_shapes(model: nn.Module, label: str) -> None:

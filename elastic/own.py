@@ -8,7 +8,7 @@ of the ranks, which here takes one small exchange a step.
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from checkpoints.errors import OptionError
@@ -32,7 +33,7 @@ from elastic.faults import leave
 from elastic.identity import compare_ranks, fingerprint_dataset
 from elastic.limit import check_limit
 from elastic.loader import Loader, StepBatch, count_samples
-from elastic.models import check_shapes
+from elastic.models import check_forward, check_shapes
 from elastic.opening import Session, Setup, code_hash, open_session
 from elastic.relapse import give_up_relapse
 from elastic.sampler import Plan
@@ -140,7 +141,8 @@ class OwnRun(Run):
         super().__init__(session, setup, code=code, prepare=lambda: None)
         self._loader: OwnLoader | None = None
         self._part: StepBatch | None = None
-        self._ddp: DistributedDataParallel | None = None
+        self._ddps: list[DistributedDataParallel] = []
+        self._told_early = False
 
     def loader(
         self,
@@ -165,6 +167,11 @@ class OwnRun(Run):
         Raises:
             StartError: The dataset has no length or no items, or an argument is one that the plan decides.
         """
+        if self._loader is not None:
+            raise StartError(
+                "run.loader: found a second call, expected one, which is the run's position; read an evaluation set with a "
+                "DataLoader of your own"
+            )
         n = count_samples(dataset)
         plan = Plan(
             n=n,
@@ -185,21 +192,30 @@ class OwnRun(Run):
 
         Args:
             model: The DDP module; in a world of one it may be the plain model.
-            objects: optimizer, scheduler, scaler, and anything else with state_dict and load_state_dict.
+            objects: optimizer, scheduler, scaler, and anything else with state_dict and load_state_dict: further DDP
+                modules too, whose gradients are the exact mean as well.
 
         Raises:
-            StartError: The URL holds another run, or the model is not wrapped with DDP, or not all of it has a shape.
+            StartError: The URL holds another run, or what the optimizers change is not wrapped with DDP, or not all of it
+                has a shape.
         """
         if self._loader is None:
             raise StartError("run.attach: found no loader, expected run.loader(...) before it")
-        if self.world.world_size > 1 and not isinstance(model, DistributedDataParallel):
+        modules = {"model": model}
+        modules |= {name: one for name, one in objects.items() if isinstance(one, nn.Module)}
+        if self.world.world_size > 1:
+            _check_wrapped(modules, objects, self.world.world_size)
+        ema = objects.get("ema")
+        if ema is not None and not hasattr(ema, "begin"):
             raise StartError(
-                f"run.attach: model: found {type(model).__name__} in a world of "
-                f"{self.world.world_size}, expected it wrapped with DistributedDataParallel"
+                f"run.attach: ema: found {type(ema).__name__}, expected none: the name is the project's own; give it another, "
+                "for instance average="
             )
         plan = self._loader.plan
         plain = unwrap(model)
-        check_shapes(plain, "run.attach: model")
+        for name, module in modules.items():
+            check_shapes(unwrap(module), f"run.attach: {name}")
+            check_forward(unwrap(module), f"run.attach: {name}")
         parts = {
             "dataset": fingerprint_dataset(self._loader.dataset, plan.n, None),
             "model": model_fingerprint(plain),
@@ -217,12 +233,35 @@ class OwnRun(Run):
             }
         )
         self.claim()
-        super().attach(model=model, **objects)
+        # Under their plain names, so that a world of one, with plain modules, goes on with them.
+        plain_ones = {name: unwrap(module) for name, module in modules.items() if name != "model"}
+        super().attach(model=model, **(objects | plain_ones))
         self.restore(lambda: None)
         self._session.signals.arm()
-        if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(self, _sum_weighed)
-            self._ddp = model
+        for module in dict.fromkeys(modules.values()):
+            if isinstance(module, DistributedDataParallel):
+                module.register_comm_hook(self, _sum_weighed)
+                self._ddps.append(module)
+
+    def save(self, *, keep: bool = False) -> bool:
+        """As Run.save; the copy is waited for: what a script does between two steps may change the weights."""
+        saved = super().save(keep=keep)
+        self.settle_snapshot()
+        return saved
+
+    def remember(self) -> None:
+        """As Run.remember; the copy is waited for, as in `save`."""
+        super().remember()
+        self.settle_snapshot()
+
+    def left_early(self) -> None:
+        """Say once that the loop over the loader ended before its epoch did."""
+        if not self._told_early:
+            self._told_early = True
+            self.warn(
+                f"run.epochs: the loop over run.loader ended at {self.progress.position} of the epoch's {self.epoch_samples} "
+                "samples: the epoch comes again, from there; what your script does once an epoch is done more often"
+            )
 
     def step(self, loss: Tensor | float | None = None, **values: float) -> None:  # type: ignore[override]  # the design's name for both: steps done is `steps`
         """End a step: count it, save if due, look for signals, show progress. Collective.
@@ -238,8 +277,8 @@ class OwnRun(Run):
         if part is None:
             raise ElasticError("run.step: found no batch taken from run.loader, expected one")
         self.world.has_gradients()
-        if self._ddp is not None:
-            check_reduced(self._ddp, "use it, or give DDP find_unused_parameters=True")
+        for ddp in self._ddps:
+            check_reduced(ddp, "use it, or give DDP find_unused_parameters=True")
         self._part = None
         own = sum(micro.samples for micro in part.micro_batches)
         share = 0.0 if loss is None or not own else _number(loss) * own
@@ -324,6 +363,39 @@ class OwnLoader:
                 raise ElasticError(
                     f"run.step: found {run.progress.step - before} calls for a batch, expected one"
                 )
+
+
+def _check_wrapped(
+    modules: Mapping[str, nn.Module], objects: Mapping[str, Any], world_size: int
+) -> None:
+    """Refuse where an optimizer changes a parameter whose gradient nobody would sum over the ranks.
+
+    Raises:
+        StartError: Names the module, or the optimizer.
+    """
+    if not isinstance(modules["model"], DistributedDataParallel):
+        raise StartError(
+            f"run.attach: model: found {type(modules['model']).__name__} in a world of {world_size}, expected it wrapped with "
+            "DistributedDataParallel"
+        )
+    # What is attached twice counts as wrapped where one of the two is.
+    in_order = sorted(modules, key=lambda name: isinstance(modules[name], DistributedDataParallel))
+    owners = {p: name for name in in_order for p in modules[name].parameters()}
+    for label, given in objects.items():
+        several = given.values() if isinstance(given, Mapping) else [given]
+        for optimizer in (one for one in several if isinstance(one, Optimizer)):
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                owner = owners.get(parameter)
+                if owner is None:
+                    raise StartError(
+                        f"run.attach: {label}: found a parameter of shape {tuple(parameter.shape)} that is in no attached "
+                        "module, expected each in one: attach the DDP module that it belongs to, under a name of its own"
+                    )
+                if not isinstance(modules[owner], DistributedDataParallel):
+                    raise StartError(
+                        f"run.attach: {owner}: found {type(modules[owner]).__name__} in a world of {world_size}, whose "
+                        "parameters an optimizer changes, expected it wrapped with DistributedDataParallel"
+                    )
 
 
 def _sum_weighed(run: OwnRun, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch's stubs lack the name

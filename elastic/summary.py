@@ -270,11 +270,16 @@ def write(store: Store, content: Mapping[str, Any]) -> None:
 
 
 def read(store: Store) -> dict[str, Any] | None:
-    """The present summary.json, or None where there is none or it cannot be read."""
+    """The present summary.json, or None where there is none or it is none: the records of the generations are the truth."""
     try:
-        return _parse(store.get(SUMMARY))
+        found = _parse(store.get(SUMMARY))
     except ObjectMissingError:
         return None
+    match found:
+        case {"status": str(), "generation": int(), "steps": int(), "epochs": int()}:
+            return found
+    logger.warning("%s/%s: is no run's summary; left out", store.display_url, SUMMARY)
+    return None
 
 
 def finish_row(row: Row, *, step: int, now: float, spent: Mapping[str, float]) -> Row:

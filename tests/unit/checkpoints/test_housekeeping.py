@@ -191,6 +191,8 @@ def test_a_run_rests_when_it_has_said_so_or_all_its_agents_are_dead_on_this_mach
     for status in ("running", "complete", "preempted", "stopped", "failed"):
         summary(store, 1, status)
         assert (may_be_at_work(store) is None) == (status != "running")
+    store.put("summary.json", b'{"generation": [1], "status": ["complete"]}')
+    assert may_be_at_work(store) is not None  # that is no summary
     claim(store, 2)
     assert may_be_at_work(store) is not None  # what an older generation said does not count
     with Journal(store, 2) as journal:

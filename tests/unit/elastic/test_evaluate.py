@@ -4,13 +4,14 @@
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from elastic.errors import StartError
 from elastic.evaluate import Evaluation
@@ -86,6 +87,67 @@ def modes(world: World) -> tuple[list[bool], list[bool], float, float]:
     return before, [module.training for module in model.modules()], expected, torch.rand(1).item()
 
 
+class Counting(nn.Module):
+    """Counts its forwards in a buffer, whatever its mode."""
+
+    calls: torch.Tensor
+    last: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last = values.sum().reshape(1).float()
+        return values
+
+
+class Asking(Graded):
+    """Metrics by way of the model, and a count of how often they were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+        self.times = 0
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Metric]:
+        self.asked.append(1)
+        self.times += 1
+        values = model(batch if isinstance(batch, torch.Tensor) else batch[1])
+        return {"values": Mean(values.sum(), len(values))}
+
+
+def buffers(world: World) -> Any:
+    """The buffers after an evaluation that changes them, and after its names were asked for."""
+    model, job = Counting(), Asking()
+    evaluation = Evaluation(
+        job, {"": Numbers(9)}, world, batch_size=2, context=contextlib.nullcontext()
+    )
+    names = evaluation.names(model)
+    asked = len(job.asked), job.times
+    evaluation.run(model, leaving=lambda: False)
+    return names, asked, float(model.calls), float(model.last)
+
+
+class Streamed(IterableDataset[float]):
+    """Only iterates."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield 1.0
+
+
+class Indexed(Streamed):
+    """Iterates, and can be asked for items."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> float:
+        return float(index)
+
+
 def evaluate_all(world: World) -> dict[str, Any]:
     graded = Graded()
     ten = graded.eval_dataset()
@@ -101,6 +163,8 @@ def evaluate_all(world: World) -> dict[str, Any]:
         "drawn": evaluate(world, Drawing(), {"": Random()}),
         "drawn again": evaluate(world, Drawing(), {"": Random()}),
         "modes": modes(world),
+        "buffers": buffers(world),
+        "indexed": evaluate(world, Drawing(), {"": Indexed()})["values"],
     }
 
 
@@ -122,6 +186,32 @@ def test_every_rank_has_the_same_figures(worlds: Results) -> None:
 def test_c47_accuracy_is_exact_and_each_item_is_counted_once(worlds: Results) -> None:
     assert worlds[0]["c47"] == {"accuracy": 0.7, "seen": 10.0}
     assert worlds[0]["batches of one"] == {"accuracy": 0.7, "seen": 10.0}
+
+
+def test_an_evaluation_leaves_no_trace_in_a_buffer_nor_its_names_in_the_job(
+    worlds: Results,
+) -> None:
+    assert worlds[0]["buffers"] == (["values"], (0, 0), 0.0, 0.0)
+
+
+def test_an_iterable_dataset_that_can_be_indexed_is_read_by_index(worlds: Results) -> None:
+    assert worlds[0]["indexed"] == 1.0
+
+
+def test_a_set_that_only_iterates_is_refused(tmp_path: Path) -> None:
+    with (
+        world_of(0, 1, tmp_path) as world,
+        pytest.raises(StartError, match="eval_dataset val: found Streamed, which only iterates"),
+    ):
+        evaluate(world, Drawing(), {"val": Streamed()})
+
+
+def test_figures_that_summarize_makes_have_no_names_beforehand(tmp_path: Path) -> None:
+    with world_of(0, 1, tmp_path) as world:
+        evaluation = Evaluation(
+            Summarized(), {"": Numbers(3)}, world, batch_size=2, context=contextlib.nullcontext()
+        )
+        assert evaluation.names(Partly()) is None
 
 
 def test_names_of_several_sets_become_prefixes(worlds: Results) -> None:

@@ -300,6 +300,20 @@ def test_job_that_does_not_fit_is_one_line_and_code_2(
     assert ended.err.count("\n") == 1
 
 
+def test_another_seed_that_is_accepted_within_an_epoch_is_told_loudly(tmp_path: Path) -> None:
+    finished(tmp_path, "Tracer", "train.epochs=2", "train.max_steps=2")
+    ended = run(tmp_path, "Tracer", "train.epochs=2", "train.seed=5", "run.accept=[train.seed]")
+    told = [line for line in (ended.err.splitlines() + list(ended.notes)) if "come twice" in line]
+    assert ended.code == 0
+    assert len(told) == 1
+    assert "train.seed: accepted within epoch 1, of which 8 samples are done" in told[0]
+    at_a_border = run(
+        tmp_path, "Tracer", "train.epochs=3", "train.seed=6", "run.accept=[train.seed]"
+    )
+    assert at_a_border.code == 0
+    assert "come twice" not in at_a_border.err + "".join(at_a_border.notes)
+
+
 def test_other_run_on_the_same_url_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     finished(tmp_path, "Tracer", "train.epochs=1")
     before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*.json"))

@@ -1,8 +1,11 @@
 """One's own loop: the five calls, what they refuse, and the exact mean on real ranks."""
 
+import os
 import re
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import elastic
+from checkpoints.buffers import Buffers
+from checkpoints.manager import CheckpointManager
+from checkpoints.store import open_store
 from elastic.own import OwnRun, _sum_weighed
 from elastic.sampler import part
 from elastic.world import World
 from tests.support import records
+from tests.support.ports import free_port
 from tests.support.ranked import Ended, run_alone, run_ranks
 from tests.support.soaking import soaked
 from tests.support.tracer import Scalar
@@ -89,6 +96,60 @@ def test_script_that_raises_tells_it_and_goes_on_at_the_position(tmp_path: Path)
     assert weight(tmp_path) == pytest.approx(expected_weight(2), rel=1e-6)
 
 
+def swap(url: str) -> None:
+    """An evaluation that shows other weights, between two steps and at an epoch's end, and a copy that is slow."""
+    write = Buffers._write
+
+    def slowly(self: Buffers, *given: Any) -> None:
+        time.sleep(0.02)
+        write(self, *given)
+
+    Buffers._write = slowly  # type: ignore[method-assign,assignment]  # this process ends with the test
+    run, model, optimizer, loader = open_run(url, every="1 step", keep=99)
+    assert isinstance(model, Scalar)
+    for _ in run.epochs(2):
+        for (values,) in loader:
+            optimizer.zero_grad()
+            (0.5 * (model(values) ** 2).mean()).backward()
+            optimizer.step()
+            run.step()
+            with torch.no_grad():
+                kept = model.w.clone()
+                model.w.fill_(-7)
+                time.sleep(0.05)
+                model.w.copy_(kept)
+
+
+def test_what_a_script_shows_between_two_steps_is_in_no_checkpoint(tmp_path: Path) -> None:
+    assert run_alone(swap, str(tmp_path)).code == 0
+    store = open_store(str(tmp_path))
+    manager = CheckpointManager(store)
+    names = manager.names()
+    assert len(names) == 6
+    for name in names:
+        tree: Any = manager.restore(name, keys=["model"])
+        assert float(tree["model"]["w"]) != -7, name
+
+
+def leave_early(url: str) -> None:
+    run, model, optimizer, loader = open_run(url)
+    for _ in run.epochs(1):
+        for (values,) in loader:
+            optimizer.zero_grad()
+            (0.5 * (model(values) ** 2).mean()).backward()
+            optimizer.step()
+            run.step()
+            break
+
+
+def test_a_loop_that_ends_before_its_epoch_is_told_once(tmp_path: Path) -> None:
+    ended = run_alone(leave_early, str(tmp_path))
+    assert ended.code == 0
+    told = [line for line in (ended.err.splitlines() + list(ended.notes)) if "run.epochs" in line]
+    assert len(told) == 1, ended
+    assert "ended at 4 of the epoch's 12 samples: the epoch comes again, from there" in told[0]
+
+
 # ---------------------------------------------------------------------------------------- refusals
 def no_step(url: str) -> None:
     run, _, _, loader = open_run(url)
@@ -149,6 +210,25 @@ def unused(url: str) -> None:
             run.step()
 
 
+def second_loader(url: str) -> None:
+    run = elastic.start(url)
+    run.loader(dataset(), global_batch_size=4)
+    run.loader(dataset(8), global_batch_size=8)
+
+
+def own_average(url: str) -> None:
+    run = elastic.start(url)
+    run.loader(dataset(), global_batch_size=4)
+    model = Scalar()
+    run.attach(model=model, ema=torch.optim.swa_utils.AveragedModel(model))
+
+
+def renormalised(url: str) -> None:
+    run = elastic.start(url)
+    run.loader(dataset(), global_batch_size=4)
+    run.attach(model=nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)))
+
+
 def lazy(url: str) -> None:
     run = elastic.start(url)
     run.loader(dataset(), global_batch_size=4)
@@ -175,6 +255,9 @@ def other_seed(url: str) -> None:
         (bad_backend, 2, "error: backend: found ucc (this torch does not know it), expected auto or one of: gloo"),
         (bad_signal, 2, "error: signals: found 'SIGNAL', expected names like SIGTERM or SIGUSR1"),
         (unused, 2, "error: gradients: found none of parameter b.weight, b.bias in a backward, expected each in the loss of every rank: nothing would be summed over the ranks; use it, or give DDP find_unused_parameters=True"),
+        (second_loader, 2, "error: run.loader: found a second call, expected one, which is the run's position; read an evaluation set with a DataLoader of your own"),
+        (own_average, 2, "error: run.attach: ema: found AveragedModel, expected none: the name is the project's own; give it another, for instance average="),
+        (renormalised, 2, "error: run.attach: model: found 0 with max_norm=1, expected none: its forward changes the weights of the samples that a rank has, so that ranks would differ; leave it out, and renormalise in the loss or in a hook of the optimizer's step, on all ranks alike"),
         (lazy, 2, "error: run.attach: model: found weight without a shape (a lazy module), expected one for every parameter and buffer; give the layer its sizes, or run a forward before"),
         (other_seed, 2, "error: train.seed: this run is another one, it was 0, this start has 1; restore it, take a new checkpoint.url, or say run.accept=[train.seed]"),
     ],
@@ -222,6 +305,49 @@ def test_mean_of_uneven_and_empty_parts_is_exact(size: int) -> None:
         expected.append(w)
     for found in run_ranks(size, weigh):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def two_models(url: str, rank: int, port: int, disc: str) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )  # fmt: skip
+    run = elastic.start(url)
+    a, b = DistributedDataParallel(Scalar()), DistributedDataParallel(Scalar())
+    optimizers = {
+        "a": torch.optim.SGD(a.parameters(), lr=0.1),
+        "b": torch.optim.SGD(b.parameters(), lr=0.1),
+    }
+    loader = run.loader(dataset(10), global_batch_size=3)
+    more: dict[str, Any] = {"disc": {"ddp": b, "plain": b.module}.get(disc)}
+    run.attach(model=a, optimizer=optimizers, **({} if disc == "none" else more))
+    for _ in run.epochs(1):
+        for (values,) in loader:
+            for model, optimizer in ((a, optimizers["a"]), (b, optimizers["b"])):
+                optimizer.zero_grad()
+                (0.5 * (model(values) ** 2).mean()).backward()
+                optimizer.step()
+            run.step()
+    assert a.module.w.tolist() == b.module.w.tolist()
+
+
+@pytest.mark.parametrize(
+    ("disc", "told"),
+    [
+        ("ddp", ""),
+        ("none", "optimizer: found a parameter of shape () that is in no attached module"),
+        ("plain", "disc: found Scalar in a world of 2, whose parameters an optimizer changes"),
+    ],
+)
+def test_c45_each_model_has_the_exact_mean_or_is_refused(
+    disc: str, told: str, tmp_path: Path
+) -> None:
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(lambda rank: run_alone(two_models, str(tmp_path), rank, port, disc), range(2)))  # fmt: skip
+    assert {one.code for one in ended} == {2 if told else 0}, [one.err for one in ended]
+    assert told in "".join(one.err for one in ended)
+    if not told:
+        assert records.summary(tmp_path)["steps"] == 4
 
 
 def test_module_is_not_imported_by_the_front() -> None:

@@ -82,6 +82,7 @@ def test_url_without_a_run_says_so_and_is_wrong(
     ("text", "line"),
     [
         ("{", "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
+        ("[" * 200_000, "not JSON (maximum recursion depth exceeded while decoding a JSON array from a unicode string)"),
         ("[]", "found no object, expected a summary"),
         ("{}", "not a run's summary (KeyError: 'metrics')"),
         ('{"metrics": 3}', "not a run's summary (AttributeError: 'int' object has no attribute 'items')"),

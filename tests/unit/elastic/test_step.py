@@ -379,6 +379,11 @@ def test_sparse_gradient_is_refused_in_a_line(world_results: Results) -> None:
         check_model(nn.Sequential(nn.Embedding(2, 2, sparse=True)), "Sparse")
 
 
+def test_an_embedding_whose_forward_changes_its_weights_is_refused() -> None:
+    with pytest.raises(StartError, match=r"Bound.model: found 0 with max_norm=2, expected none"):
+        check_model(nn.Sequential(nn.EmbeddingBag(2, 2, max_norm=2.0)), "Bound")
+
+
 def test_gradient_that_no_reducer_knows_is_refused(world_results: Results) -> None:
     for found in world_results:
         if len(world_results) == 1:

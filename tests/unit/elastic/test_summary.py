@@ -122,6 +122,16 @@ def test_summary_that_is_missing_or_torn_reads_as_none(tmp_path: Path) -> None:
     assert summary.read(store) is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 200_000, '{"status": ["complete"], "generation": 1, "steps": 1, "epochs": 1}', "{}"],
+)
+def test_what_is_no_summary_reads_as_none(text: str, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store.put("summary.json", text.encode())
+    assert summary.read(store) is None
+
+
 # ------------------------------------------------------------------------------- what earlier ones left
 def leave_generation(
     store: Store, generation: int, *, at: float, start: int, steps: int, parent: str | None
