@@ -1,14 +1,19 @@
-"""What the runner takes as a model: parameters that have a shape, and gradients that are dense.
+"""What the runner takes as a model: parameters that have a shape and stay alike, and gradients that are dense and summed.
 
 Looked at before the first step, as far as a model shows it; else told in a line where the first gradient comes.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from elastic.errors import StartError
 
-__all__ = ["check_forward", "check_model", "check_shapes", "sparse_error"]
+__all__ = ["check_forward", "check_model", "check_shapes", "check_wrapped", "sparse_error"]
 
 
 def check_model(model: nn.Module, kind: str) -> None:
@@ -51,6 +56,39 @@ def check_shapes(model: nn.Module, label: str) -> None:
                 f"{label}: found {name} without a shape (a lazy module), expected one for every parameter and buffer; "
                 "give the layer its sizes, or run a forward before"
             )
+
+
+def check_wrapped(
+    modules: Mapping[str, nn.Module], objects: Mapping[str, Any], world_size: int
+) -> None:
+    """Refuse where an optimizer changes a parameter whose gradient nobody would sum over the ranks.
+
+    Raises:
+        StartError: Names the module, or the optimizer.
+    """
+    if not isinstance(modules["model"], DistributedDataParallel):
+        raise StartError(
+            f"run.attach: model: found {type(modules['model']).__name__} in a world of {world_size}, expected it wrapped with "
+            "DistributedDataParallel"
+        )
+    # What is attached twice counts as wrapped where one of the two is.
+    in_order = sorted(modules, key=lambda name: isinstance(modules[name], DistributedDataParallel))
+    owners = {p: name for name in in_order for p in modules[name].parameters()}
+    for label, given in objects.items():
+        several = given.values() if isinstance(given, Mapping) else [given]
+        for optimizer in (one for one in several if isinstance(one, Optimizer)):
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                owner = owners.get(parameter)
+                if owner is None:
+                    raise StartError(
+                        f"run.attach: {label}: found a parameter of shape {tuple(parameter.shape)} that is in no attached "
+                        "module, expected each in one: attach the DDP module that it belongs to, under a name of its own"
+                    )
+                if not isinstance(modules[owner], DistributedDataParallel):
+                    raise StartError(
+                        f"run.attach: {owner}: found {type(modules[owner]).__name__} in a world of {world_size}, whose "
+                        "parameters an optimizer changes, expected it wrapped with DistributedDataParallel"
+                    )
 
 
 def sparse_error(name: str | None = None) -> StartError:

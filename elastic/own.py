@@ -8,7 +8,7 @@ of the ranks, which here takes one small exchange a step.
 import atexit
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from checkpoints.errors import OptionError
@@ -33,7 +32,7 @@ from elastic.faults import leave
 from elastic.identity import compare_ranks, fingerprint_dataset
 from elastic.limit import check_limit
 from elastic.loader import Loader, StepBatch, count_samples
-from elastic.models import check_forward, check_shapes
+from elastic.models import check_forward, check_shapes, check_wrapped
 from elastic.opening import Session, Setup, code_hash, open_session
 from elastic.relapse import give_up_relapse
 from elastic.sampler import Plan
@@ -204,7 +203,7 @@ class OwnRun(Run):
         modules = {"model": model}
         modules |= {name: one for name, one in objects.items() if isinstance(one, nn.Module)}
         if self.world.world_size > 1:
-            _check_wrapped(modules, objects, self.world.world_size)
+            check_wrapped(modules, objects, self.world.world_size)
         ema = objects.get("ema")
         if ema is not None and not hasattr(ema, "begin"):
             raise StartError(
@@ -363,39 +362,6 @@ class OwnLoader:
                 raise ElasticError(
                     f"run.step: found {run.progress.step - before} calls for a batch, expected one"
                 )
-
-
-def _check_wrapped(
-    modules: Mapping[str, nn.Module], objects: Mapping[str, Any], world_size: int
-) -> None:
-    """Refuse where an optimizer changes a parameter whose gradient nobody would sum over the ranks.
-
-    Raises:
-        StartError: Names the module, or the optimizer.
-    """
-    if not isinstance(modules["model"], DistributedDataParallel):
-        raise StartError(
-            f"run.attach: model: found {type(modules['model']).__name__} in a world of {world_size}, expected it wrapped with "
-            "DistributedDataParallel"
-        )
-    # What is attached twice counts as wrapped where one of the two is.
-    in_order = sorted(modules, key=lambda name: isinstance(modules[name], DistributedDataParallel))
-    owners = {p: name for name in in_order for p in modules[name].parameters()}
-    for label, given in objects.items():
-        several = given.values() if isinstance(given, Mapping) else [given]
-        for optimizer in (one for one in several if isinstance(one, Optimizer)):
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                owner = owners.get(parameter)
-                if owner is None:
-                    raise StartError(
-                        f"run.attach: {label}: found a parameter of shape {tuple(parameter.shape)} that is in no attached "
-                        "module, expected each in one: attach the DDP module that it belongs to, under a name of its own"
-                    )
-                if not isinstance(modules[owner], DistributedDataParallel):
-                    raise StartError(
-                        f"run.attach: {owner}: found {type(modules[owner]).__name__} in a world of {world_size}, whose "
-                        "parameters an optimizer changes, expected it wrapped with DistributedDataParallel"
-                    )
 
 
 def _sum_weighed(run: OwnRun, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch's stubs lack the name
