@@ -7,6 +7,7 @@ verify is a `DamagedError` that names checkpoint and file, and a store that does
 from __future__ import annotations
 
 import bisect
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -16,12 +17,11 @@ import xxhash
 from checkpoints.errors import DamagedError, ObjectMissingError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from checkpoints.layout import FileEntry, Manifest, PartSum
     from checkpoints.store import Store
 
-_SMALL_BYTES: Final = 64 << 10
 READ_BYTES: Final = 8 << 20
 """The largest range that is read at once: its checksum is taken while it is still in the cache."""
 WORKERS: Final = 4
@@ -104,12 +104,11 @@ class Load:
             pieces.append(self.targets[number][within : within + length - done])
             done += pieces[-1].nbytes
             number, within = number + 1, 0
-        if self.store.is_local and length >= len(pieces) * _SMALL_BYTES:
-            # A request costs nothing here, a copy does.
+        if self.store.is_local:
+            with self._missing():
+                self.store.read_pieces(name, start, pieces)
             for piece in pieces:
-                self._fetch(name, start, piece)
                 digest.update(piece)
-                start += piece.nbytes
             return
         # Many small tensors: one request for all of them, then each to its place.
         scratch = memoryview(bytearray(length))
@@ -121,8 +120,13 @@ class Load:
             done += piece.nbytes
 
     def _fetch(self, name: str, start: int, target: memoryview) -> None:
-        try:
+        with self._missing():
             self.store.readinto(name, start, target)
+
+    @contextlib.contextmanager
+    def _missing(self) -> Iterator[None]:
+        try:
+            yield
         except ObjectMissingError:
             raise DamagedError(f"{where(self.manifest, self.entry)}: is missing") from None
 

@@ -268,6 +268,26 @@ class Store:
         flat = buffer.cast("B")
         return self._ask("read", check_name(name), self._backend.read_into)(name, start, flat)
 
+    def read_pieces(self, name: str, start: int, pieces: "Sequence[memoryview[Any]]") -> None:
+        """Fill several buffers, one after the other, from `start`: at once where the store is local.
+
+        Raises:
+            DamagedError: The object ends before that.
+        """
+        call: Callable[[str, int, Sequence[memoryview]], int] | None
+        call = getattr(self._backend, "read_pieces", None)
+        if call is None:
+            for piece in pieces:
+                self.readinto(name, start, piece)
+                start += piece.nbytes
+            return
+        flat = [piece.cast("B") for piece in pieces if piece.nbytes]
+        count = self._ask("read", check_name(name), call)(name, start, flat)
+        if count != (expected := sum(piece.nbytes for piece in flat)):
+            raise DamagedError(
+                f"{self._place(name)}: found {count} bytes at {start}, expected {expected}: the file is truncated"
+            )
+
     def size(self, name: str) -> int:
         """The size of an object in bytes, or ObjectMissingError."""
         return self._ask("look", check_name(name), self._backend.size)(name)

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from checkpoints.backend_local import LocalBackend
-from checkpoints.errors import ObjectMissingError, PermanentStoreError, TransientStoreError
+from checkpoints.errors import (
+    DamagedError,
+    ObjectMissingError,
+    PermanentStoreError,
+    TransientStoreError,
+)
 from checkpoints.store import Store, open_store
 
 
@@ -147,3 +152,17 @@ def test_errors_keep_their_cause_where_it_holds_no_secret(tmp_path: Path) -> Non
     with pytest.raises(PermanentStoreError) as caught:
         Store(str(tmp_path), backend).put_new("x", b"token")
     assert isinstance(caught.value.__cause__, PermissionError)
+
+
+def test_pieces_are_filled_one_after_the_other_however_many(tmp_path: Path) -> None:
+    for url in (str(tmp_path), "memory://pieces"):
+        store = open_store(url)
+        data = bytes(range(256)) * 20
+        store.put("file", data)
+        pieces = [memoryview(bytearray(size)) for size in (0, 1, 7, 0, 300, *[1] * 2500, 4)]
+        store.read_pieces("file", 3, pieces)
+        assert b"".join(pieces) == data[3 : 3 + 2812]
+        with pytest.raises(DamagedError, match="truncated"):
+            store.read_pieces("file", len(data) - 2, [memoryview(bytearray(2)) for _ in range(2)])
+        with pytest.raises(ObjectMissingError):
+            store.read_pieces("none", 0, pieces)
