@@ -193,17 +193,18 @@ class Evaluation:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; afterwards each module's mode and each buffer is what it was.
+    """The model in eval mode; afterwards each module's mode and each buffer that is saved is what it was.
 
-    How many batches a rank evaluates depends on the world, so that what they leave in a buffer would, too.
+    How many batches a rank evaluates depends on the world, so that what they leave in a buffer would, too. What is no part
+    of the state, or has grown, is a cache that its module looks after.
     """
     # Of each module, since a frozen part is in eval mode while the rest trains.
     was_training = {module: module.training for module in model.modules()}
     buffers = [
-        (module, name, buffer, buffer.detach().clone())
+        (module, name, buffer.detach().clone())
         for module in was_training
         for name, buffer in module._buffers.items()  # noqa: SLF001  # as nn.Module keeps them
-        if buffer is not None
+        if buffer is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
     ]
     model.eval()
     try:
@@ -212,8 +213,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         for module, mode in was_training.items():
             module.training = mode
         with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer.copy_(value)  # noqa: SLF001
+            for module, name, value in buffers:
+                now = module._buffers.get(name)  # noqa: SLF001
+                if now is not None and now.shape == value.shape:
+                    now.copy_(value)
 
 
 def _bystander(job: Job) -> Job:

@@ -92,14 +92,20 @@ class Counting(nn.Module):
 
     calls: torch.Tensor
     last: torch.Tensor
+    cache: torch.Tensor
+    grown: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(1))
         self.register_buffer("last", torch.zeros(1))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.register_buffer("grown", torch.zeros(1))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        self.cache = torch.ones(1)
+        self.grown = torch.ones(3)
         self.last = values.sum().reshape(1).float()
         return values
 
@@ -128,7 +134,14 @@ def buffers(world: World) -> Any:
     names = evaluation.names(model)
     asked = len(job.asked), job.times
     evaluation.run(model, leaving=lambda: False)
-    return names, asked, float(model.calls), float(model.last)
+    return (
+        names,
+        asked,
+        float(model.calls),
+        float(model.last),
+        float(model.cache),
+        model.grown.tolist(),
+    )
 
 
 class Streamed(IterableDataset[float]):
@@ -191,7 +204,7 @@ def test_c47_accuracy_is_exact_and_each_item_is_counted_once(worlds: Results) ->
 def test_an_evaluation_leaves_no_trace_in_a_buffer_nor_its_names_in_the_job(
     worlds: Results,
 ) -> None:
-    assert worlds[0]["buffers"] == (["values"], (0, 0), 0.0, 0.0)
+    assert worlds[0]["buffers"] == (["values"], (0, 0), 0.0, 0.0, 1.0, [1.0] * 3)
 
 
 def test_an_iterable_dataset_that_can_be_indexed_is_read_by_index(worlds: Results) -> None:
