@@ -3,11 +3,14 @@
 Guarantees: a name appears with all its bytes or not at all, and what was written survives a power cut
 once the call has returned (temp file, fsync, rename or link, fsync of the folder). Of any number of
 creators, in threads, processes or hosts, one wins. Listing raises where it could not look: a folder
-that cannot be read is never taken for an empty one.
+that cannot be read is never taken for an empty one. A link to a folder is followed at the top alone (so
+that `checkpoints` may lie on another disk): what lies behind any other is not the run's, is in no listing,
+and so is never deleted with it.
 """
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import shutil
@@ -21,6 +24,8 @@ import xxhash
 
 from checkpoints.backends import NotAFileError
 from checkpoints.direct import write_direct
+
+logger = logging.getLogger(__name__)
 
 _TEMP: Final = ".tmp-"
 _LOCK: Final = ".lock-"
@@ -39,6 +44,7 @@ class LocalBackend:
         # Absolute at once: a job may change its working directory.
         self.root = Path(path).expanduser().absolute()
         self.folder = self.root
+        self._told: set[str] = set()
 
     def check(self) -> None:
         """Make the folder if need be, and put a file in it and away again."""
@@ -157,31 +163,36 @@ class LocalBackend:
         folder = prefix.rpartition("/")[0]
         return [name for name in self._walk(folder) if name.startswith(prefix)]
 
-    def _walk(self, folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
+    def _walk(self, folder: str) -> Iterator[str]:
         for entry in self._entries(folder):
             name = f"{folder}/{entry.name}" if folder else entry.name
             if not _is_folder(entry):
                 yield name
-                continue
-            inside = above
-            if entry.is_symlink():
-                real = os.path.realpath(entry.path)
-                if real in above or self._lies_in(real, folder):
-                    continue  # a link back: all that it shows is listed already
-                inside = above | {real}
-            yield from self._walk(name, inside)
+            elif not entry.is_symlink() or not self._leads_back(entry):
+                yield from self._walk(name)
 
-    def _lies_in(self, real: str, folder: str) -> bool:
-        """Whether the way to a folder leads through this one."""
-        here = os.path.realpath(self.root / folder)
+    def _leads_back(self, entry: "os.DirEntry[str]") -> bool:
+        """Whether a link leads to the store itself, or above: all that it shows of it is listed already."""
+        real, here = os.path.realpath(entry.path), os.path.realpath(self.root)
         return here == real or here.startswith(real.rstrip("/") + "/")
 
     def _entries(self, folder: str) -> list["os.DirEntry[str]"]:
         try:
             with os.scandir(self.root / folder) as found:
-                return [entry for entry in found if not entry.name.startswith((_TEMP, _LOCK))]
+                entries = [entry for entry in found if not entry.name.startswith((_TEMP, _LOCK))]
         except FileNotFoundError:
             return []
+        if not folder:
+            return entries
+        return [entry for entry in entries if not (entry.is_symlink() and self._passes_over(entry))]
+
+    def _passes_over(self, entry: "os.DirEntry[str]") -> bool:
+        if not _is_folder(entry):
+            return False
+        if entry.path not in self._told:
+            self._told.add(entry.path)
+            logger.warning("%s: found a link to a folder, which is passed over", entry.path)
+        return True
 
     def children(self, folder: str) -> list[str]:
         """List one folder."""
@@ -255,7 +266,11 @@ class LocalBackend:
             made.append(folder)
             folder = folder.parent
         for new in reversed(made):
-            new.mkdir(exist_ok=True)
+            try:
+                new.mkdir(exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                told = f"found a file at {new.name}, expected a folder"
+                raise NotAFileError(errno.ENOTDIR, told) from error
             # Without this a power cut may lose the folder with all that was synced in it.
             _sync_folder(new.parent)
 
@@ -291,13 +306,14 @@ def _open_file(path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.ENXIO}:  # a socket has no such address
-            raise NotAFileError(error.errno, "found no file but a link or a socket") from error
+            told = "found no file but a link or a socket, expected a file"
+            raise NotAFileError(error.errno, told) from error
         raise
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
         kind = "a folder" if stat.S_ISDIR(mode) else "a FIFO" if stat.S_ISFIFO(mode) else "a device"
-        raise NotAFileError(errno.EINVAL, f"found {kind}")
+        raise NotAFileError(errno.EINVAL, f"found {kind}, expected a file")
     return fd
 
 

@@ -18,7 +18,7 @@ from checkpoints.uploads import Upload
 
 
 class NotAFileError(OSError):
-    """Raised by a back end that was asked to read what is there, but holds no bytes: a folder, a FIFO, a loop of links."""
+    """Raised by a back end where a folder, a FIFO or a loop of links lies in place of a file, or the reverse."""
 
 
 class Appender(Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import time
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -22,6 +21,7 @@ from checkpoints.housekeeping import prune, sweep
 from checkpoints.inspection import list_checkpoints, show, verify
 from checkpoints.question import Question, ask, read_options, shown
 from checkpoints.redaction import redact, secret_values
+from checkpoints.terminal import PIPE_CLOSED, open_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,12 +46,11 @@ _TEXTS: Final = {
 }
 _DELETING: Final = ("prune", "sweep")
 _SENDING: Final = ("export", "copy")
-_PIPE_CLOSED: Final = 141
-"""As a shell tells of a program that SIGPIPE has ended."""
 
 
 def main(argv: Sequence[str], *, clock: Callable[[], float] = time.time) -> int:
     """Run one command; the exit code."""
+    open_output()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     arguments = _parser().parse_args(argv)
     secrets = secret_values(arguments.url, {})
@@ -63,11 +62,8 @@ def main(argv: Sequence[str], *, clock: Callable[[], float] = time.time) -> int:
             secrets |= secret_values(arguments.target, arguments.to_options)
         question = ask(arguments.url, options, arguments, clock())
         code = int(_COMMANDS[arguments.command](question))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read it, `head` for instance, has seen enough; nothing more is written at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _PIPE_CLOSED
+    except BrokenPipeError:  # whoever read it, `head` for instance, has seen enough
+        return PIPE_CLOSED
     except (CheckpointError, OSError) as error:
         hint = _hint(arguments.url) if isinstance(error, NoCheckpointError) else ""
         line = shown(" ".join(redact(f"{error}{hint}", secrets).split()))

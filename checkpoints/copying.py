@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
+from checkpoints.canonical import LIMIT_BYTES
 from checkpoints.catalog import Catalog
 from checkpoints.errors import (
     CheckpointError,
@@ -142,16 +143,21 @@ def _refuse_another_run(source: Catalog, target: Catalog, is_alone: bool) -> Non
         return
     claims = set(source.store.list(f"{GENERATIONS}/"))
     for name in target.store.list(f"{GENERATIONS}/"):
-        if name not in claims or target.store.get(name) != source.store.get(name):
+        if name not in claims or _record(target.store, name) != _record(source.store, name):
             raise CheckpointError(
                 f"{place}: {name}: the run has gone on there by itself; copy to another place"
             )
 
 
+def _record(store: Store, name: str) -> bytes:
+    """The bytes of a small record, whatever they say."""
+    return store.get(name, limit_bytes=LIMIT_BYTES)
+
+
 def _identity(catalog: Catalog) -> str:
     """What tells a run from others: its record, or what its checkpoints say."""
     try:
-        return xxhash.xxh3_128_hexdigest(catalog.store.get(RUN, limit_bytes=4 << 20))
+        return xxhash.xxh3_128_hexdigest(_record(catalog.store, RUN))
     except ObjectMissingError:
         pass
     found = {manifest.run_id for manifest in catalog.inventory().committed.values() if manifest}
@@ -166,7 +172,7 @@ def _copy_records(work: Copy, newest: int | None) -> None:
         if newest is not None and number.isdecimal() and int(number) > newest:
             continue
         try:
-            data = work.source.get(name, limit_bytes=4 << 20)
+            data = _record(work.source, name)
         except ObjectMissingError:
             continue
         if not work.target.put_new(name, data):
@@ -245,7 +251,7 @@ def _copy_checkpoint(work: Copy, manifest: Manifest, *, is_alone: bool) -> None:
 def _is_present(target: Store, wanted: Manifest) -> bool:
     """Whether the target has the very checkpoint, as far as sizes tell; it was read back when it came."""
     try:
-        if target.get(wanted.name.manifest, limit_bytes=64 << 20) != wanted.to_json():
+        if target.get(wanted.name.manifest, limit_bytes=MANIFEST_LIMIT_BYTES) != wanted.to_json():
             return False
         for entry in wanted.files:
             check_size(target, wanted, entry)

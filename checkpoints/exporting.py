@@ -1,13 +1,15 @@
 """`export`: the weights of one checkpoint as one file, for those who have nothing of ours.
 
 Promises: the file opens with `safetensors.torch.load_file`, or with `torch.load(weights_only=True)` where
-that is asked for; every byte was verified; whatever the size, little memory is needed. Names are those of
-the plain model. A file that is there already is replaced only if that is asked for.
+that is asked for; every byte was verified; whatever the size, little memory is needed (large files pass
+through a temporary copy beside the target, two for torch's format). Names are those of the plain model. A
+file that is there already is replaced only if that is asked for.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,7 +18,7 @@ from checkpoints import parts, reader
 from checkpoints.errors import CheckpointError, DamagedError, NoCheckpointError, OptionError
 from checkpoints.layout import CHECKPOINTS
 from checkpoints.redaction import redact_url
-from checkpoints.spool import mapped, spool
+from checkpoints.spool import mapped, no_room, spool
 from checkpoints.store import open_store
 from checkpoints.tensorfile import DTYPES, encode_rows
 from checkpoints.terminal import Progress, size_text
@@ -47,9 +49,9 @@ def export(question: Question) -> int:
         raise CheckpointError(
             f"{target.display_url}/{file}: lies among the run's own checkpoints, expected another place"
         )
-    if target.folder is not None and (target.folder / file).is_dir():
+    if target.folder is not None and (kind := _odd_kind(target.folder / file)):
         raise OptionError(
-            f"{target.display_url}/{file}: found a folder, expected the name of a file to write"
+            f"{target.display_url}/{file}: found {kind}, expected the name of a file to write"
         )
     if not arguments.force and target.exists(file):
         raise CheckpointError(
@@ -101,6 +103,17 @@ def open_target(
     if not folder and address.startswith("/"):
         folder = "/"
     return open_store(folder or ".", own or options if "://" in address else own), file
+
+
+def _odd_kind(path: Path) -> str | None:
+    """What lies there that must not be replaced; None where nothing does, or a file."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return None
+    if stat.S_ISREG(mode):
+        return None
+    return "a folder" if stat.S_ISDIR(mode) else "a device, FIFO or socket"
 
 
 def folder_of(store: Store) -> Path | None:
@@ -195,7 +208,7 @@ def _put_pickled(target: Store, file: str, header: Header, image: memoryview) ->
         try:
             torch.save(tensors, path)
         except RuntimeError as error:  # what torch makes of a full disk
-            raise CheckpointError(f"{path}: torch could not write it: {error}") from error
+            raise CheckpointError(no_room(header.file_bytes, path.parent, error)) from error
         del tensors
         with path.open("rb+") as saved:
             size = os.fstat(saved.fileno()).st_size

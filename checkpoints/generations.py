@@ -15,6 +15,7 @@ from typing import Final
 
 from checkpoints.errors import (
     CheckpointError,
+    DamagedError,
     ObjectMissingError,
     PartedError,
     RecordError,
@@ -146,7 +147,7 @@ def _newest_claims(store: Store, claimed: Iterable[int]) -> Iterator[Claim]:
     for generation in sorted(claimed, reverse=True):
         try:
             yield read_claim(store, generation)
-        except (RecordError, ObjectMissingError) as error:
+        except (RecordError, DamagedError, ObjectMissingError) as error:
             logger.warning("generation %d is left out: %s", generation, error)
 
 
@@ -265,7 +266,7 @@ def check_fence(store: Store, mine: Claim) -> None:
         return
     try:
         launch = read_claim(store, newest).launch
-    except RecordError:
+    except (RecordError, DamagedError):
         # It was claimed, whatever it says; who cannot be known to be a friend goes first.
         launch = ""
     if launch == mine.launch:
@@ -314,7 +315,7 @@ def read_started(store: Store) -> list[Started]:
             data = store.get(name, limit_bytes=_RECORD_LIMIT_BYTES)
             found.append(Started.from_json(data, name))
         except CheckpointError as error:
-            if not isinstance(error, RecordError | ObjectMissingError):
+            if not isinstance(error, RecordError | DamagedError | ObjectMissingError):
                 raise
             logger.warning("%s: left out: %s", store.display_url, error)
     return sorted(found, key=lambda record: record.generation)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from checkpoints import segments
 from checkpoints.errors import (
+    CheckpointError,
     DamagedError,
     NoCheckpointError,
     ObjectMissingError,
@@ -29,7 +30,7 @@ from checkpoints.terminal import Progress, size_text
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from checkpoints.catalog import Inventory
+    from checkpoints.catalog import Catalog, Inventory
     from checkpoints.question import Question
     from checkpoints.store import Store
 
@@ -202,15 +203,19 @@ def sweep(question: Question) -> int:
     }
     word = "would sweep" if arguments.dry_run else "swept"
     lines = [f"{word} {name}: it was never committed" for name in swept]
-    lines += [
-        f"{name}: was committed in the meantime, and stays"
-        for name in unfinished
-        if name not in swept
-    ]
+    lines += [f"{name}: {_why_it_stays(catalog, name)}" for name in unfinished if name not in swept]
     lines += [f"{word} {path}: its run is dead" for path in memory]
     lines.append(f"{word} {len(sizes)} files ({size_text(sum(sizes.values()))})")
     question.answer(answer, lines)
     return 0
+
+
+def _why_it_stays(catalog: Catalog, name: CheckpointName) -> str:
+    try:
+        catalog.manifest(name)
+    except CheckpointError as error:
+        return f"left as it is: {error}"
+    return "was committed in the meantime, and stays"
 
 
 def _sizes(store: Store, files: Iterable[str]) -> dict[str, int]:

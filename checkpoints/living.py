@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from checkpoints.canonical import parse
-from checkpoints.errors import CheckpointError, ObjectMissingError, RecordError
+from checkpoints.errors import CheckpointError, DamagedError, ObjectMissingError, RecordError
 from checkpoints.generations import newest_generation, read_claim
 from checkpoints.journal import read_events
 from checkpoints.layout import SUMMARY
@@ -75,7 +75,7 @@ def rests(
 def _status(store: Store) -> tuple[int | None, str | None]:
     try:
         summary = parse(store.get(SUMMARY, limit_bytes=4 << 20), SUMMARY)
-    except (ObjectMissingError, RecordError):
+    except (ObjectMissingError, RecordError, DamagedError):
         return None, None
     match summary:
         case {"generation": int(generation), "status": str(status)}:

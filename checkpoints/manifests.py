@@ -12,17 +12,19 @@ from typing import Final, Self
 
 import xxhash
 
-from checkpoints.canonical import JSON, Fields, dump, parse
+from checkpoints.canonical import JSON, LIMIT_BYTES, Fields, dump, parse
 from checkpoints.errors import DamagedError, RecordError
 from checkpoints.names import CHECKPOINTS, MANIFEST, CheckpointName, new_token, utc_now
 
-MANIFEST_LIMIT_BYTES: Final = 64 << 20
-"""The largest manifest that is read: room for half a million parts."""
+MANIFEST_LIMIT_BYTES: Final = LIMIT_BYTES
+"""The largest manifest: it is created by one request, and one that is larger was never written."""
 RUN_ID_LIMIT: Final = 200
 _LARGEST_FILE: Final = 1 << 53
 _FOLDER: Final = re.compile(rf"(?:^|/){CHECKPOINTS}/([^/]+)/")
 _FILE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _SUM: Final = re.compile(r"[0-9a-f]{32}")
+_SEAL: Final = re.compile(rb'\{"checksum":"([0-9a-f]{32})",')
+"""How each manifest begins, its keys being sorted: all that follows is what the checksum is of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,14 +93,24 @@ class Manifest:
         Raises:
             DamagedError: It does not verify, or is the void manifest of a checkpoint that was swept or deleted.
         """
+        if len(data) > MANIFEST_LIMIT_BYTES:
+            raise DamagedError(
+                f"{name}: found {len(data)} bytes, expected at most {MANIFEST_LIMIT_BYTES}"
+            )
+        if is_void(data):
+            raise DamagedError(
+                f"{name}: a void manifest: swept before it was committed, or deleted"
+            )
+        # First: what is damaged is not parsed, which takes long where it holds millions of values.
+        if not _is_sealed(data):
+            raise DamagedError(f"{name}: the checksum of the manifest itself does not verify")
         values = parse(data, name, limit_bytes=MANIFEST_LIMIT_BYTES, error=DamagedError)
         fields = Fields(values, name, DamagedError)
-        if values.get("void") is True:
-            raise fields.fail("a void manifest: swept before it was committed, or deleted")
-        found = values.pop("checksum", None)
-        # Only the canonical spelling verifies, so that no byte can change unseen.
-        if found != _checksum(values) or dump({**values, "checksum": found}) != data:
-            raise fields.fail("the checksum of the manifest itself does not verify")
+        # Only the canonical spelling is taken, so that no byte can change unseen.
+        if dump(values) != data:
+            raise fields.fail(
+                "found another spelling, expected the one in which manifests are written"
+            )
         fields.version()
         manifest = cls(
             name=_checkpoint(fields, "name"),
@@ -132,6 +144,16 @@ def is_void(data: bytes) -> bool:
 
 def _checksum(content: Mapping[str, object]) -> str:
     return xxhash.xxh3_128_hexdigest(dump(content))
+
+
+def _is_sealed(data: bytes) -> bool:
+    """Whether the bytes begin with the checksum of what follows."""
+    seal = _SEAL.match(data)
+    if seal is None:
+        return False
+    found = xxhash.xxh3_128(b"{")
+    found.update(memoryview(data)[seal.end() :])
+    return found.hexdigest().encode() == seal[1]
 
 
 def _file_json(entry: FileEntry) -> dict[str, object]:

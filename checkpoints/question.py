@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from checkpoints.policy import newest_first
 from checkpoints.redaction import is_secret_name
 from checkpoints.staging import STATE
 from checkpoints.store import open_store
+from checkpoints.terminal import put_out
 
 if TYPE_CHECKING:
     import argparse
@@ -76,9 +76,13 @@ class Question:
             )
 
     def answer(self, value: object, lines: Sequence[str]) -> None:
-        """Print the one or the other."""
+        """Print the one or the other.
+
+        Raises:
+            BrokenPipeError, CheckpointError: See `terminal.put_out`.
+        """
         text = json.dumps(value, indent=2) if self.as_json else "\n".join(map(shown, lines))
-        sys.stdout.write(f"{text}\n")
+        put_out(f"{text}\n")
 
 
 def shown(line: str) -> str:

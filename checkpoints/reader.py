@@ -212,7 +212,9 @@ def read_state(store: Store, manifest: Manifest) -> State:
     listed = sorted(file for names in lists.values() for file in names)
     present = sorted(e.name for e in manifest.files if e.name.endswith(_TENSORS))
     if listed != present:
-        raise DamagedError(f"{name}: names the files {listed}, the manifest {present}")
+        raise DamagedError(
+            f"{name}: names the files {str(listed)[:200]}, the manifest {str(present)[:200]}"
+        )
     return state
 
 
@@ -233,7 +235,7 @@ def check_state(document: dict[str, JSON], name: str) -> State:
     lists = {key: _names(value, name) for key, value in files.items()}
     if lists.keys() - skeletons.keys():
         raise DamagedError(
-            f"{name}: names the files of {sorted(lists.keys() - skeletons.keys())[:5]}, expected state"
+            f"{name}: names the files of {str(sorted(lists.keys() - skeletons.keys()))[:200]}, expected state"
         )
     return State(skeletons=skeletons, files=lists)
 

@@ -29,7 +29,7 @@ _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _USER: Final = re.compile(r"(?<=://)[^\s/?#'\"]*@")
 _PAIR: Final = re.compile(r"([?&;])([^=&;#\s'\"]+)=([^&;#\s'\"]*)")
 _ASSIGNED: Final = re.compile(
-    r"(?i)\b([\w.-]*(?:secret|password|passwd|token|account_?key|access_?key|credential|signature)"
+    r"(?i)\b([\w.-]*(?:secret|password|passwd|token(?!iz)|account_?key|access_?key|credential|signature)"
     r"[\w.-]*['\"]?\s*[=:]\s*)(['\"]?)([^\s'\",;&}]{3,})"
 )
 _SHORTEST: Final = 4
@@ -59,7 +59,15 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= _SHORTEST:
             text = text.replace(secret, HIDDEN)
-    return _ASSIGNED.sub(rf"\1\2{HIDDEN}", redact_url(text))
+    return _ASSIGNED.sub(_hide_assigned, redact_url(text))
+
+
+def _hide_assigned(match: re.Match[str]) -> str:
+    name, quote, _ = match.groups()
+    before = match.string[: match.start()]
+    # The path of a file and what is said of it: "/etc/passwd: permission denied".
+    is_path = before.endswith("/") and name.rstrip().endswith(":")
+    return match.group() if is_path else f"{name}{quote}{HIDDEN}"
 
 
 def redact_options(options: Mapping[str, object]) -> dict[str, object]:

@@ -287,6 +287,12 @@ class RemoteWriter:
                 self._buffers.abandon(self._slots[number])
             self._replace()
 
+    def held(self) -> list[Snapshot]:
+        """The snapshots that were offered and are not settled, oldest first."""
+        with self._changed:
+            snapshots = [one for one in self._lent.values() if one is not None]
+        return sorted(snapshots, key=lambda one: (one.name.generation, one.name.step))
+
     @property
     def is_busy(self) -> bool:
         """Whether something that was offered is not settled yet."""

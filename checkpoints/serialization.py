@@ -270,15 +270,23 @@ class _Joiner:
         for pair in inner:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise self.damage(pair)
-            key = self.join(pair[0], depth + 1)
-            try:
-                known = key in pairs
-            except TypeError:  # a list where a key should be
-                raise self.damage(pair[0]) from None
-            if known:
+            key = self._join_key(pair[0], depth + 1)
+            if key in pairs:
                 raise self.damage(pair[0])
             pairs[key] = self.join(pair[1], depth + 1)
         return pairs
+
+    def _join_key(self, value: JSON, depth: int) -> object:
+        """A key: a scalar, or a tuple of keys; nothing else is ever written as one."""
+        if not isinstance(value, dict | list):
+            return self.join(value, depth)
+        tag = value.get(_TAG) if isinstance(value, dict) else None
+        if tag in ("int", "float", "str"):
+            return self.join(value, depth)
+        inner = value.get(_VALUE) if isinstance(value, dict) and tag == "tuple" else None
+        if not isinstance(inner, list) or depth > MAX_LEVELS or len(value) != 2:
+            raise self.damage(value)
+        return tuple(self._join_key(item, depth + 2) for item in inner)
 
 
 def _tagged(tag: str, value: JSON) -> dict[str, JSON]:

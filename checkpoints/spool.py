@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import shutil
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from checkpoints.errors import CheckpointError
 from checkpoints.parts import Load, VerifyOnly, run_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from checkpoints.layout import FileEntry, Manifest
     from checkpoints.store import Store
@@ -32,15 +34,33 @@ def spool(size_bytes: int, folder: Path | None = None) -> Iterator[memoryview]:
     Args:
         size_bytes: How many.
         folder: Where they lie; None: where temp files lie.
+
+    Raises:
+        CheckpointError: The disk there has no room for them.
     """
     if size_bytes <= SMALL_BYTES:
         yield memoryview(bytearray(size_bytes))
         return
     with tempfile.TemporaryFile(dir=folder, prefix=".tmp-") as file:
         # All of it now: a disk that is full later would be a SIGBUS.
-        os.posix_fallocate(file.fileno(), 0, size_bytes)
+        try:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+        except OSError as error:
+            raise CheckpointError(no_room(size_bytes, folder, error)) from error
         with mapped(file.fileno(), size_bytes) as view:
             yield view
+
+
+def no_room(size_bytes: int, folder: Path | None, error: Exception) -> str:
+    """What is told where temporary bytes found no room."""
+    place = folder or Path(tempfile.gettempdir())
+    free = shutil.disk_usage(place).free
+    way_out = "make room there" if folder is not None else "make room there, or set TMPDIR"
+    reason = error.strerror if isinstance(error, OSError) else type(error).__name__
+    return (
+        f"{place}: {reason}: found {free / 1e6:.1f} MB free, expected {size_bytes / 1e6:.1f} MB for a"
+        f" temporary copy; {way_out}"
+    )
 
 
 @contextlib.contextmanager

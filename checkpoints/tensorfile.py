@@ -91,7 +91,9 @@ def unsupported(tensor: Tensor) -> str | None:
         fault = "a tensor on the meta device, without data"
     elif tensor.is_nested:
         fault = "a nested tensor"
-    elif tensor.layout is not torch.strided or tensor.is_quantized:
+    elif tensor.is_quantized:
+        fault = f"a quantized tensor of {tensor.dtype}"
+    elif tensor.layout is not torch.strided:
         fault = f"a tensor of layout {tensor.layout}"
     elif str(tensor.dtype) not in _CODES:
         fault = f"a tensor of {tensor.dtype}"
@@ -265,6 +267,8 @@ def _read_spec(name: str, entry: JSON, start: int, where: str) -> TensorSpec:
     def damage(found: object) -> DamagedError:
         return DamagedError(f"{where}: tensor {name[:80]!r}: impossible {str(found)[:80]}")
 
+    if not is_utf8(name):
+        raise damage("name: it is no text that a file can hold")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise damage("entry")
     dtype = entry["dtype"]

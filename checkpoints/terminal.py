@@ -6,11 +6,15 @@ never mixed with it.
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import threading
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, Self
+
+from checkpoints.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,6 +24,35 @@ _UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _AGES: Final = (("d", 86400), ("h", 3600), ("min", 60))
 _WIDTH: Final = 24
 _DRAW_S: Final = 0.1
+PIPE_CLOSED: Final = 141
+"""As a shell tells of a program that SIGPIPE has ended."""
+
+
+def open_output() -> None:
+    """Let a program print whatever its terminal can show, and where nobody gave it an output at all."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started the program
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for good
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def put_out(text: str) -> None:
+    """Print what was asked for; where that fails, nothing more is written at exit.
+
+    Raises:
+        BrokenPipeError: Nobody reads it any more.
+        CheckpointError: It cannot be written, to a file on a full disk for instance.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise CheckpointError(f"standard output: could not be written: {error.strerror}") from error
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

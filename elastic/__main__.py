@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from checkpoints.errors import CheckpointError
+from checkpoints.terminal import PIPE_CLOSED, open_output
 from elastic.drill import add_arguments, drill
 from elastic.errors import ElasticError, ExitCode
 from elastic.rollback import rollback
@@ -36,6 +37,7 @@ _OWN_ARGUMENTS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns its exit code."""
+    open_output()
     if argv and argv[0] in _OWN_ARGUMENTS:
         return _OWN_ARGUMENTS[argv[0]](argv[1:])
     if argv and argv[0] in _NOT_YET:
@@ -50,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
         if found.command == "rollback":
             return rollback(found.url, options, to=found.to, force=found.force)
         code = status(found.url, options, as_json=found.json)
+    except BrokenPipeError:  # whoever read it has seen enough
+        return PIPE_CLOSED
     except (CheckpointError, ElasticError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return ExitCode.WRONG

@@ -261,11 +261,14 @@ class Keeper:
         """
         return [] if self._writer is None else self._writer.look()
 
-    def give_up_writer(self) -> None:
-        """Go on without a writer: the loop waits for each save from now on."""
-        if self._writer is not None:
-            self._writer.leave()
-            self._writer = None
+    def give_up_writer(self) -> Snapshot | None:
+        """Go on without a writer: the loop waits for each save from now on. What it had newest, if anything."""
+        if self._writer is None:
+            return None
+        held = self._writer.held()
+        self._writer.leave()
+        self._writer = None
+        return held[-1] if held else None
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all that was offered is settled; False where that takes longer."""

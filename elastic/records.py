@@ -7,8 +7,8 @@ audit is the primary's.
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from checkpoints.errors import StoreError
@@ -42,6 +42,7 @@ class Records:
         self._rows: list[summary.Row] = []
         self._faults: list[Fault] = []
         self._logged: dict[str, float] = {}
+        self._unwritten: set[str] = set()
 
     # ---------------------------------------------------------------------------- the start
     def faults(self, faults: Sequence[Fault]) -> None:
@@ -163,12 +164,22 @@ class Records:
     def flush_audit(self) -> bool:
         """Send this rank's audit lines to the store; False where it did not take them."""
         if self._audit is not None:
-            try:
+            with self._writing("the audit"):
                 self._audit.flush(durable=True)
-            except StoreError as error:
-                logger.warning("the audit was not written: %s", error)
-                return False
+            return "the audit" not in self._unwritten
         return True
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """A record that cannot be written is told once, until it was written again."""
+        try:
+            yield
+        except StoreError as error:
+            if what not in self._unwritten:
+                self._unwritten.add(what)
+                logger.warning("%s was not written: %s", what, error)
+        else:
+            self._unwritten.discard(what)
 
     def spend(self, use: str) -> AbstractContextManager[None]:
         """Book the time inside to `use`: checkpoint or eval."""
@@ -178,18 +189,13 @@ class Records:
     def event(self, kind: str, **fields: Any) -> None:
         """Write a line of the journal. Primary; elsewhere it does nothing."""
         if self._journal is not None:
-            try:
-                self._journal.event(kind, **fields)
-            except StoreError as error:
-                logger.warning("a line of the journal was not written: %s", error)
+            self._journal.event(kind, **fields)
 
     def flush(self) -> None:
         """Send what is buffered to the store."""
         if self._journal is not None:
-            try:
+            with self._writing("the journal"):
                 self._journal.flush()
-            except StoreError as error:
-                logger.warning("the journal was not written: %s", error)
 
     def summarize(
         self, status: summary.Status, progress: Progress, *, weights_sha256: str | None = None
@@ -208,10 +214,8 @@ class Records:
             faults=[fault.to_json() for fault in self._faults],
             bits_until=progress.bits_until,
         )
-        try:
+        with self._writing("summary.json"):
             summary.write(self._store, content)
-        except StoreError as error:
-            logger.warning("summary.json was not written: %s", error)
 
     def goodput(self, progress: Progress) -> float | None:
         """Of the whole run so far; None before it has begun. Primary only."""

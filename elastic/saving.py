@@ -188,7 +188,8 @@ class Saver:
 
     def _lose_writer(self, error: LostError) -> None:
         logger.error("%s; from now on the loop waits for each save", error)
-        self._keeper.give_up_writer()
+        # The writer may live and commit it yet: the very snapshot is committed here, never another of that step.
+        self._held = self._keeper.give_up_writer() or self._held
         self._pending.clear()
         self._retry_at = self._clock()
 

@@ -1,14 +1,15 @@
 """`python -m elastic status URL`: where a run stands, from its records alone; imports no torch."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from checkpoints.errors import CheckpointError, ObjectMissingError
 from checkpoints.generations import newest_generation
 from checkpoints.layout import SUMMARY
+from checkpoints.question import shown
 from checkpoints.store import Store, open_store
+from checkpoints.terminal import put_out
 from elastic.errors import ExitCode
 
 __all__ = ["code_at", "code_of", "status"]
@@ -40,17 +41,17 @@ def status(url: str, options: Mapping[str, object], *, as_json: bool) -> ExitCod
     if found is None:
         claimed = newest_generation(store)
         what = f"generation {claimed} is starting" if claimed else "there is no run"
-        sys.stdout.write(f"{store.display_url}: {what}\n")
+        put_out(f"{store.display_url}: {what}\n")
     elif as_json:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        put_out(json.dumps(found, indent=1) + "\n")
     else:
         try:
             lines = _lines(store.display_url, found)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{store.display_url}/{SUMMARY}: not a run's summary ({type(error).__name__}: {error})"
+                f"{store.display_url}/{SUMMARY}: found something else or an older kind, expected a run's summary"
             ) from error
-        sys.stdout.write("\n".join(lines) + "\n")
+        put_out("\n".join(map(shown, lines)) + "\n")
     return code_of(found)
 
 

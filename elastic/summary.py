@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
-from checkpoints.errors import ObjectMissingError, RecordError
+from checkpoints.canonical import LIMIT_BYTES
+from checkpoints.errors import DamagedError, ObjectMissingError, RecordError
 from checkpoints.generations import read_claim
 from checkpoints.layout import (
     GENERATIONS,
@@ -111,10 +112,11 @@ def _started_between(store: Store, after: int, before: int) -> Iterator[tuple[Cl
             continue
         name = started_name(generation)
         try:
-            yield read_claim(store, generation), Started.from_json(store.get(name), name)
+            data = store.get(name, limit_bytes=LIMIT_BYTES)
+            yield read_claim(store, generation), Started.from_json(data, name)
         except ObjectMissingError:
             continue  # claimed, never started
-        except RecordError as error:
+        except (RecordError, DamagedError) as error:
             logger.warning("generation %d is left out of the summary: %s", generation, error)
 
 

@@ -10,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import remote
+from checkpoints.layout import Claim, claim_name
+from checkpoints.manager import CheckpointManager
+from checkpoints.options import CheckpointOptions
 from checkpoints.segments import segments_of
+from elastic.keeping import Keeper
+from elastic.saving import Saver
 from tests.support.fault_proxy import Fault, FaultProxy, Kind
 from tests.support.object_stores import S3Server, s3_options, s3_server
 from tests.support.saving import Node
+from tests.support.states import same, state
 from tests.support.writer_kills import kill_trainers, kill_writers
 
 __all__ = ["s3_server"]
@@ -129,3 +136,55 @@ def test_durable_steps_advance_though_trainers_die_faster_than_uploads_end(
             assert steps[-1] > 0, steps
             assert len(set(steps)) > 2, steps
             node.check_newest()
+
+
+@pytest.mark.parametrize("first", ["writer", "trainer"])
+def test_a_writer_given_up_as_silent_may_commit_the_very_step_that_its_trainer_saves_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    monkeypatch.setattr(remote, "SILENT_S", 0.4)
+    monkeypatch.setattr(remote, "_MOST_STARTS", 1)
+    store = node.store()
+    options = CheckpointOptions(url=node.url)
+    keeper = Keeper(agent=node.agent, folder=node.folder, options=options, store=store, leads=True)
+    keeper.open("r")
+    manager = CheckpointManager(store, fence=lambda: None)
+    saver = Saver(manager, options, keeper, run_id="r", generation=1, parent=None)
+    claimed = Claim(
+        generation=1,
+        run_id="r",
+        launch="l",
+        agents=(node.agent,),
+        world_size=1,
+        nodes=1,
+        hosts=("h",),
+    )
+    store.put_new(claim_name(1), claimed.to_json())
+    keeper.begin(claimed)
+    (pid,) = node.writers()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        taken = keeper.take(state(5), name=saver.name(5), parent=None, info={}, still=frozenset())
+        assert taken is not None
+        saver.begin(5)
+        saver.offer(taken.copied.result(), protect=[], keep=False)
+        while keeper.writes_beside:  # a moment of silence, and it is given up
+            saver.look(lambda _: None)
+            time.sleep(0.05)
+        assert not saver.is_begun(5)
+        if first == "trainer":
+            # What it captures now is not what the snapshot holds: the snapshot is what counts.
+            assert saver.save(state(6), step=5, info={}, protect=[])
+        os.kill(pid, signal.SIGCONT)
+        if first == "writer":
+            node.until(lambda: bool(node.committed()), "the writer's commit", 10)
+            assert saver.save(state(6), step=5, info={}, protect=[])
+        assert saver.save(state(7), step=6, info={}, protect=[])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    node.end_agent()
+    node.until(lambda: not node.writers(), "the writer's end", 20)
+    assert [name.step for name in node.committed()] == [6, 5]
+    assert same(manager.restore(saver.name(5)), state(5))
+    manager.close()
+    keeper.close(finished=True)

@@ -75,7 +75,8 @@ class Node:
 
     def log(self) -> str:
         """What the trainers printed."""
-        return (self.folder / "trainer.log").read_text()
+        path = self.folder / "trainer.log"
+        return path.read_text() if path.exists() else ""
 
     def steps(self) -> list[int]:
         """The steps that were printed so far."""

@@ -270,3 +270,34 @@ def test_the_module_runs_as_a_program(url: str) -> None:
     command = [sys.executable, "-m", "checkpoints", "verify", url, "--json"]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     assert [row["health"] for row in json.loads(done.stdout)["checkpoints"]] == ["ok"] * 3
+
+
+def spawned(url: str, redirect: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    shell = f'exec "$0" -m checkpoints ls "$1" {redirect}'
+    return subprocess.run(
+        ["/bin/sh", "-c", shell, sys.executable, url],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_an_output_that_knows_ascii_alone_or_is_closed_ends_no_command_with_a_traceback(
+    url: str, tmp_path: Path
+) -> None:
+    there = tmp_path / "r\u00fcn"
+    Path(url).rename(there)
+    plain = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii:strict", "PYTHONUTF8": "0"}
+    for redirect in ("", ">&-", "2>&-", ">&- 2>&-"):
+        told = spawned(str(there), redirect, **plain)
+        assert (told.returncode, told.stderr) == (0, "")
+    assert "000001-000000000100" in spawned(str(there), "", **plain).stdout
+
+
+def test_an_output_on_a_full_disk_is_told_in_one_line(url: str) -> None:
+    told = spawned(url, ">/dev/full")
+    assert told.returncode == 2
+    assert told.stderr == (
+        "checkpoints ls: standard output: could not be written: No space left on device\n"
+    )

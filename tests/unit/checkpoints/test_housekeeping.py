@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -334,6 +335,79 @@ def test_what_is_no_file_is_told_waited_for_by_nobody_and_harms_no_other(
     found = manager.restore_newest()
     assert found is not None
     assert found[0].name == name(100)
+
+
+def test_links_to_folders_outside_are_no_checkpoints_and_nothing_behind_them_is_deleted(
+    store: Store,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    outside = tmp_path / "outside"
+    for kind in ("begun", "copy"):
+        (outside / kind).mkdir(parents=True)
+        (outside / kind / "precious.txt").write_text("precious")
+    folder = tmp_path / "run"
+    shutil.copytree(folder / name(10).folder, outside / "copy", dirs_exist_ok=True)
+    (folder / name(5).folder).symlink_to(outside / "begun")
+    (folder / name(6).folder).symlink_to(outside / "copy")
+    (folder / name(10).folder / "deeper").symlink_to(outside / "begun")
+    before = sorted(outside.rglob("*"))
+    code, listed, _ = run(capsys, "ls", store.url)
+    assert code == 0
+    assert not listed["unfinished"]
+    assert "found a link to a folder, which is passed over" in caplog.text
+    assert {5, 6} & set(steps(store)) == set()
+    run(capsys, "sweep", store.url, "--force")
+    run(capsys, "prune", store.url, "--keep", "1", "--force")
+    # The automatic sweep and retention of a commit, which deletes the rest.
+    manager = CheckpointManager(open_store(store.url), keep=1)
+    manager.commit(manager.stage(state(200), name=name(200), parent=None, run_id="r", info={}))
+    assert steps(store) == [200]
+    assert sorted(outside.rglob("*")) == before
+
+
+def test_a_run_whose_checkpoints_lie_on_another_disk_by_a_link_is_kept_in_order(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "disk")
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    run(capsys, "prune", store.url, "--keep", "2", "--force")
+    assert steps(store) == [100, 90, 20]
+    assert len(list((tmp_path / "disk").iterdir())) == 3
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo"])
+def test_what_is_no_file_in_place_of_a_claim_stops_no_command(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    claim(store)
+    path = tmp_path / "run" / claim_name(2)
+    if kind == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    for command in (["ls"], ["verify"], ["prune", "--keep", "2", "--force"], ["sweep", "--force"]):
+        code, answer, told = run(capsys, command[0], store.url, *command[1:])
+        assert code == 0, told
+        assert answer is not None
+    assert steps(store) == [100, 90, 20]
+
+
+def test_a_file_in_place_of_a_checkpoint_is_left_and_told(
+    store: Store,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "run" / name(50, 2).folder).write_text("not a folder")
+    code = commands.main(["sweep", store.url, "--force"])
+    assert code == 0
+    assert "found a file at 000002-000000000050, expected a folder" in caplog.text
+    assert f"{name(50, 2)}: left as it is" in capsys.readouterr().out
+    manager = CheckpointManager(store, keep=2)
+    manager.commit(manager.stage(state(9), name=name(9, 3), parent=None, run_id="r", info={}))
+    assert len(steps(store)) == 2
 
 
 def problems(answer: Any) -> list[str]:

@@ -8,6 +8,7 @@ from checkpoints.canonical import dump, parse
 from checkpoints.errors import DamagedError, RecordError
 from checkpoints.layout import (
     JSON,
+    MANIFEST_LIMIT_BYTES,
     AgentId,
     CheckpointName,
     Claim,
@@ -384,3 +385,18 @@ def test_a_run_record_is_read_back() -> None:
     assert RunRecord.from_json(made.to_json(), "run.json") == made
     with pytest.raises(RecordError, match=r"^run\.json: identity"):
         RunRecord.from_json(dump({**parse(made.to_json(), "r"), "identity": 5}), "run.json")
+
+
+def test_a_damaged_manifest_of_millions_of_values_is_refused_without_being_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def parsed(*_: object, **__: object) -> None:
+        raise AssertionError("parsed")
+
+    data = b"{" + b",".join(b'"%d":[]' % number for number in range(300_000)) + b"}"
+    assert len(data) < MANIFEST_LIMIT_BYTES
+    monkeypatch.setattr("checkpoints.manifests.parse", parsed)
+    with pytest.raises(DamagedError, match="checksum of the manifest itself"):
+        Manifest.from_json(data, "m")
+    with pytest.raises(DamagedError, match=f"expected at most {MANIFEST_LIMIT_BYTES}"):
+        Manifest.from_json(data * 2, "m")

@@ -123,3 +123,16 @@ def test_secret_values_are_collected_from_url_and_options() -> None:
         "123456",
     }
     assert secret_values("sftp://only-user@host", {}) == {"only-user"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/etc/passwd: Permission denied",
+        "/data/token: found a folder, expected a file",
+        "tokenizer.json: not JSON",
+        "~/models/tokenizers.bin=missing",
+    ],
+)
+def test_what_is_said_of_a_file_is_not_hidden_because_of_its_name(text: str) -> None:
+    assert redact(text) == text

@@ -484,3 +484,37 @@ def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_written(
     monkeypatch.setattr("checkpoints.serialization.MAX_STATE_BYTES", 100)
     with pytest.raises(UnsupportedStateError, match=r"^state\.json: found 1\d\d bytes"):
         encode_state({"a": "x" * 100})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        {"$": "tensor", "v": "w"},
+        {"$": "tuple", "v": [{"$": "tensor", "v": "w"}]},
+        {"$": "tuple", "v": [1], "w": 2},
+        {"$": "Size", "v": [1]},
+        {"$": "dict", "v": []},
+        [1],
+        {"a": 1},
+    ],
+)
+def test_what_is_never_written_as_a_key_is_damage_with_and_without_its_tensors(key: JSON) -> None:
+    skeleton: JSON = {"$": "dict", "v": [[key, 1]]}
+    tensors: list[dict[str, torch.Tensor | None]] = [{"w": torch.ones(1)}, {"w": None}]
+    for mine in tensors:
+        with pytest.raises(DamagedError, match="expected a saved state"):
+            join(skeleton, mine)
+
+
+def test_a_name_that_no_file_can_hold_is_damage() -> None:
+    entry = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
+    header = json.dumps({"\ud800": entry}).encode()
+    data = len(header).to_bytes(8, "little") + header + b"x"
+    with pytest.raises(DamagedError, match="no text that a file can hold"):
+        decode_header(data, len(data))
+
+
+def test_a_quantized_tensor_is_refused_by_what_it_is() -> None:
+    tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    with pytest.raises(UnsupportedStateError, match=r"a quantized tensor of torch\.qint8"):
+        split({"w": tensor})

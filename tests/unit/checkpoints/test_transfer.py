@@ -17,7 +17,10 @@ from checkpoints.layout import CheckpointName, Claim, claim_name
 from checkpoints.manager import CheckpointManager
 from checkpoints.store import Store, open_store
 from checkpoints.terminal import Progress
+from tests.support.disks import small_disk
 from tests.support.states import name, same
+
+__all__ = ["small_disk"]
 
 ROOT = Path(__file__).parents[3]
 
@@ -445,3 +448,35 @@ def test_a_bar_is_drawn_on_a_terminal_alone_and_is_gone_in_the_end() -> None:
     assert lines[1] == "verify [######..................]  25% of 4.0 MB, 2.0 MB/s, 2 s left"
     assert lines[4].startswith("verify [########################] 100%")
     assert lines[-1] == ""
+
+
+def test_a_device_is_not_replaced_by_force(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    code, _, told = run(capsys, "export", store.url, str(fifo), "--force")
+    assert code == 2
+    assert "found a device, FIFO or socket, expected the name of a file to write" in told
+    assert fifo.is_fifo()
+
+
+@pytest.mark.parametrize(("kind", "count"), [("safetensors", 5 << 20), ("torch", 3 << 20)])
+def test_a_full_disk_is_told_with_what_is_needed_and_what_is_free(
+    small_disk: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    count: int,
+) -> None:
+    manager = CheckpointManager(open_store(str(tmp_path / "large")))
+    tree = {"model": {"w": torch.zeros(count)}}
+    manager.commit(manager.stage(tree, name=name(1), parent=None, run_id="r", info={}))
+    target = small_disk / "weights"
+    code, _, told = run(capsys, "export", manager.store.url, str(target), "--format", kind)
+    assert code == 2
+    assert (
+        f"expected {(count * 4 + 4096) / 1e6:.1f} MB for a temporary copy; make room there" in told
+    )
+    assert told.count("\n") == 1
+    assert list(small_disk.iterdir()) == []
