@@ -64,6 +64,8 @@ def _tell(error: BaseException, session: Session, run: "Run | None") -> ExitCode
     if is_unused and session.signals.pending and is_collective(error):
         # The others have ended at once, as this one would have; there is nothing to save.
         error = PreemptedError("told to leave before the first step")
+        if run is not None:
+            run.leave_unused()
     if isinstance(error, PreemptedError):
         session.slot.end(session.slot.fault(error, "preempted"))
         _say_primary(session, str(error))

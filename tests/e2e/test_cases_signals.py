@@ -90,6 +90,26 @@ def test_c19_a_signal_before_the_first_step_ends_at_once_and_harms_nothing(
     assert_each_sample_once(cluster.url, 12, 1)
 
 
+def test_c19_a_signal_that_some_have_before_their_first_step_leaves_a_run_that_says_it_is_preempted(
+    cluster: Cluster,
+) -> None:
+    first = lasting(cluster, "", "train.max_steps=2", "eval.every=off")
+    assert first.wait(60) == 0, first.tail()
+    kept = contents(cluster.url / "checkpoints")
+    agent = lasting(cluster, "item of rank 1", "eval.every=off")
+    cluster.until(lambda: ranks_told(cluster) == ["1"], "what lasts on rank 1")
+    cluster.until_step(3, generation=2)  # rank 0 is in its step, and waits there for rank 1
+    agent.signal(signal.SIGTERM)
+    assert agent.wait(25) == 75, agent.tail()
+    assert "Traceback" not in agent.output(), agent.tail()
+    assert contents(cluster.url / "checkpoints") == kept
+    assert records.status(cluster.url) == "preempted"
+    end = lasting(cluster, "", "eval.every=off")
+    assert end.wait(60) == 0, end.tail()
+    assert records.summary(cluster.url)["lost_steps"] == 0
+    assert_each_sample_once(cluster.url, 12, 1)
+
+
 def test_c19_a_signal_in_the_first_step_saves_it(cluster: Cluster) -> None:
     agent = lasting(cluster, "step", "eval.every=off")
     until_all_last(cluster)
@@ -223,8 +243,9 @@ def test_c21_plain_python_says_75_and_torchrun_says_1_of_the_same_end(cluster: C
     alone.signal(signal.SIGTERM)
     assert alone.wait(40) == 75, alone.tail()
     assert records.status(cluster.url) == "preempted"
+    saved = records.newest_step(cluster.url)
     under = cluster.start(tracer(), *given)
-    cluster.until_step(1, generation=2)
+    cluster.until_step(saved + 2, generation=2)  # so that each rank is past its first step
     under.signal(signal.SIGTERM)
     assert under.wait(40) == 1, under.tail()
     told = [sys.executable, "-m", "elastic", "status", str(cluster.url), "--exit-code"]

@@ -69,7 +69,11 @@ class Read(Numbers):
     def __init__(self, job: Lasting) -> None:
         super().__init__(job.n)
         self.job = job
+        self.reads = 0
 
     def __getitem__(self, index: int) -> tuple[float, int]:
         self.job.last("item", LONG_S)
+        self.reads += 1
+        if self.reads > 1 and rank_here() == 1:  # the first is a look at what an item is
+            self.job.last("item of rank 1", LONG_S)
         return super().__getitem__(index)
