@@ -316,6 +316,8 @@ class Run(Saves):
         sha = weights_sha256(model_tensors(self._attached))
         self.records.summarize(status, at, weights_sha256=sha)
         figures = "".join(f", {name} {value:.4g}" for name, value in at.metrics.items())
+        if at.skipped_steps:
+            figures = f" ({at.skipped_steps} of them skipped){figures}"
         why = f" ({at.stopped})" if at.stopped else ""
         saved = "" if self._saver is None else f"; the model is checkpoint {self._saver.newest}"
         self.records.console.say(

@@ -112,8 +112,15 @@ def make_scaler(
     if precision != "fp16":
         return None
     if isinstance(optimizers, Mapping):
-        return {name: torch.amp.GradScaler(device.type) for name in optimizers}
-    return torch.amp.GradScaler(device.type)
+        return {name: _ready_scaler(device) for name in optimizers}
+    return _ready_scaler(device)
+
+
+def _ready_scaler(device: torch.device) -> Scaler:
+    """A scaler that has its numbers: torch makes them at the first loss, and a rank without micro-batch has none."""
+    scaler = torch.amp.GradScaler(device.type)
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
 
 
 def _wants_nothing(call: Callable[..., Any]) -> bool:

@@ -34,6 +34,8 @@ _Sample_co = TypeVar("_Sample_co", covariant=True)
 _LOW = (1 << 32) - 1
 _ALL = (1 << 64) - 1
 _BATCH = 0xBA7C
+_NUMPY = 0x6E756D70
+"""numpy's and torch's generators are of one kind: with the same seed both would draw the very same numbers."""
 _WATCH_KEY = 0x0DD5EED
 _LEARNING_SAMPLES = 256
 
@@ -84,7 +86,7 @@ def seed_all(key: int, device: torch.device | None = None) -> None:
     """
     torch.default_generator.manual_seed(key)
     random.seed(key)
-    np.random.seed(key & _LOW)
+    np.random.seed((key & _LOW) ^ _NUMPY)
     if device is not None and device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(key)
@@ -341,7 +343,7 @@ class _Numpy:
     untouched = np.random.RandomState(_WATCH_KEY).random_sample()
 
     def seed(self, key: int) -> None:
-        np.random.seed(key & _LOW)
+        np.random.seed((key & _LOW) ^ _NUMPY)
 
     def peek(self) -> object:
         return np.random.random_sample()

@@ -221,3 +221,15 @@ def test_each_phase_has_a_scaler_of_its_own_with_fp16_alone() -> None:
     assert set(scalers) == {"disc", "gen"}
     one = make_scaler(SGD(job.model().parameters(), lr=0.1), "fp16", cpu)
     assert isinstance(one, torch.amp.GradScaler)
+
+
+def test_a_scaler_of_a_rank_without_micro_batch_can_unscale_and_update() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = SGD([weight], lr=1.0)
+    scaler = make_scaler(optimizer, "fp16", torch.device("cpu"))
+    assert isinstance(scaler, torch.amp.GradScaler)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.grad.eq(1 / 65536).all()

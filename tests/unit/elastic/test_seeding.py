@@ -343,3 +343,11 @@ def test_reading_in_the_process_that_trains_leaves_its_random_state() -> None:
     assert dataset[3] == dataset.__getitems__([3])[0]
     assert [draw(library) for library in "tpn"] == expected
     assert len(dataset) == N
+
+
+def test_torch_and_numpy_draw_apart() -> None:
+    same = 0
+    for index in range(1000):
+        seed_all(sample_key(0, 0, index))
+        same += int(torch.randint(0, 8, (1,))) == np.random.randint(0, 8)
+    assert 60 < same < 190  # one in eight by chance
