@@ -98,7 +98,8 @@ def test_c19_a_signal_that_some_have_before_their_first_step_leaves_a_run_that_s
     kept = contents(cluster.url / "checkpoints")
     agent = lasting(cluster, "item of rank 1", "eval.every=off")
     cluster.until(lambda: ranks_told(cluster) == ["1"], "what lasts on rank 1")
-    cluster.until_step(3, generation=2)  # rank 0 is in its step, and waits there for rank 1
+    # Rank 0 is in its step, and waits there for rank 1.
+    cluster.until_step(3, generation=2, timeout_s=30)
     agent.signal(signal.SIGTERM)
     assert agent.wait(25) == 75, agent.tail()
     assert "Traceback" not in agent.output(), agent.tail()
