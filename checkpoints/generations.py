@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
+from checkpoints.canonical import LIMIT_BYTES
 from checkpoints.errors import (
-    CheckpointError,
     DamagedError,
     ObjectMissingError,
     PartedError,
@@ -41,7 +41,6 @@ from checkpoints.store import Store
 
 logger = logging.getLogger(__name__)
 
-_RECORD_LIMIT_BYTES: Final = 4 << 20
 _QUIET_S: Final = 30.0
 _STARTED: Final = ".started.json"
 
@@ -116,6 +115,19 @@ def _claimed(store: Store) -> list[int]:
     return [generation for generation in found if generation is not None]
 
 
+def read_record(store: Store, name: str) -> bytes:
+    """The bytes of a record.
+
+    Raises:
+        ObjectMissingError: There is none.
+        RecordError: It is too large for one, or no file at all.
+    """
+    try:
+        return store.get(name, limit_bytes=LIMIT_BYTES)
+    except DamagedError as error:
+        raise RecordError(str(error)) from error
+
+
 def read_claim(store: Store, generation: int) -> Claim:
     """The claim of one generation.
 
@@ -124,7 +136,7 @@ def read_claim(store: Store, generation: int) -> Claim:
         RecordError: Its record cannot be read.
     """
     name = claim_name(generation)
-    data = store.get(name, limit_bytes=_RECORD_LIMIT_BYTES)
+    data = read_record(store, name)
     try:
         return Claim.from_json(data, name)
     except RecordError as error:
@@ -147,7 +159,7 @@ def _newest_claims(store: Store, claimed: Iterable[int]) -> Iterator[Claim]:
     for generation in sorted(claimed, reverse=True):
         try:
             yield read_claim(store, generation)
-        except (RecordError, DamagedError, ObjectMissingError) as error:
+        except (RecordError, ObjectMissingError) as error:
             logger.warning("generation %d is left out: %s", generation, error)
 
 
@@ -266,7 +278,7 @@ def check_fence(store: Store, mine: Claim) -> None:
         return
     try:
         launch = read_claim(store, newest).launch
-    except (RecordError, DamagedError):
+    except RecordError:
         # It was claimed, whatever it says; who cannot be known to be a friend goes first.
         launch = ""
     if launch == mine.launch:
@@ -312,11 +324,8 @@ def read_started(store: Store) -> list[Started]:
             continue
         name = f"{GENERATIONS}/{child}"
         try:
-            data = store.get(name, limit_bytes=_RECORD_LIMIT_BYTES)
-            found.append(Started.from_json(data, name))
-        except CheckpointError as error:
-            if not isinstance(error, RecordError | DamagedError | ObjectMissingError):
-                raise
+            found.append(Started.from_json(read_record(store, name), name))
+        except (RecordError, ObjectMissingError) as error:
             logger.warning("%s: left out: %s", store.display_url, error)
     return sorted(found, key=lambda record: record.generation)
 
@@ -346,7 +355,7 @@ def descends_from(store: Store, generation: int, name: CheckpointName) -> bool |
 def _started(store: Store, generation: int) -> Started | None:
     name = started_name(generation)
     try:
-        return Started.from_json(store.get(name, limit_bytes=_RECORD_LIMIT_BYTES), name)
+        return Started.from_json(read_record(store, name), name)
     except ObjectMissingError:
         return None
 

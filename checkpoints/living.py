@@ -11,8 +11,8 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from checkpoints.canonical import parse
-from checkpoints.errors import CheckpointError, DamagedError, ObjectMissingError, RecordError
-from checkpoints.generations import newest_generation, read_claim
+from checkpoints.errors import CheckpointError, ObjectMissingError, RecordError
+from checkpoints.generations import newest_generation, read_claim, read_record
 from checkpoints.journal import read_events
 from checkpoints.layout import SUMMARY
 from checkpoints.processes import boot_id, is_alive
@@ -74,8 +74,8 @@ def rests(
 
 def _status(store: Store) -> tuple[int | None, str | None]:
     try:
-        summary = parse(store.get(SUMMARY, limit_bytes=4 << 20), SUMMARY)
-    except (ObjectMissingError, RecordError, DamagedError):
+        summary = parse(read_record(store, SUMMARY), SUMMARY)
+    except (ObjectMissingError, RecordError):
         return None, None
     match summary:
         case {"generation": int(generation), "status": str(status)}:

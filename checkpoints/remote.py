@@ -287,11 +287,11 @@ class RemoteWriter:
                 self._buffers.abandon(self._slots[number])
             self._replace()
 
-    def held(self) -> list[Snapshot]:
-        """The snapshots that were offered and are not settled, oldest first."""
+    def newest_held(self) -> Snapshot | None:
+        """Of the snapshots that were offered and are not settled the newest."""
         with self._changed:
-            snapshots = [one for one in self._lent.values() if one is not None]
-        return sorted(snapshots, key=lambda one: (one.name.generation, one.name.step))
+            held = [snapshot for snapshot in self._lent.values() if snapshot is not None]
+        return max(held, key=lambda snapshot: snapshot.name, default=None)
 
     @property
     def is_busy(self) -> bool:

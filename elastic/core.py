@@ -288,6 +288,16 @@ class Run(Saves):
             )
         raise ElasticError("another node was told to leave: the state is saved, this one restarts")
 
+    def leave_unused(self) -> None:
+        """Say that the run is preempted, where this generation is told to leave before it has done a step.
+
+        What it began from in memory alone is further than the store: such a run says so only once it is saved.
+        """
+        if self.is_primary and self._records is not None and self._restored_from in {"", "store"}:
+            self.records.event("leave", step=self.progress.step, saved=True)
+            self.records.flush()
+            self.records.summarize("preempted", self.progress)
+
     def finish(self) -> None:
         """The run is over: save the last state, write the summary, wait for each other. Collective.
 
@@ -316,12 +326,11 @@ class Run(Saves):
         sha = weights_sha256(model_tensors(self._attached))
         self.records.summarize(status, at, weights_sha256=sha)
         figures = "".join(f", {name} {value:.4g}" for name, value in at.metrics.items())
-        if at.skipped_steps:
-            figures = f" ({at.skipped_steps} of them skipped){figures}"
+        skipped = f" ({at.skipped_steps} of them skipped)" if at.skipped_steps else ""
         why = f" ({at.stopped})" if at.stopped else ""
         saved = "" if self._saver is None else f"; the model is checkpoint {self._saver.newest}"
         self.records.console.say(
-            f"{status}{why}: {at.epoch} epochs, {at.step} steps{figures}{saved} at {self.store.display_url}"
+            f"{status}{why}: {at.epoch} epochs, {at.step} steps{skipped}{figures}{saved} at {self.store.display_url}"
         )
 
     def told_to_leave(self) -> bool:

@@ -353,16 +353,6 @@ class Generation:
         if self._records is not None:
             self._records.own_fault(fault, failed=failed)
 
-    def leave_unused(self) -> None:
-        """Say that the run is preempted, where this generation is told to leave before it has done a step.
-
-        What it began from in memory alone is further than the store: such a run says so only once it is saved.
-        """
-        if self.is_primary and self._records is not None and self._restored_from in {"", "store"}:
-            self._records.event("leave", step=self.progress.step, saved=True)
-            self._records.flush()
-            self._records.summarize("preempted", self.progress)
-
     def look_at_paces(self, paces: Sequence[float]) -> None:
         """Say once who keeps the others waiting, and when that is over. Primary; elsewhere it does nothing."""
         if not self.is_primary or not paces:

@@ -265,10 +265,10 @@ class Keeper:
         """Go on without a writer: the loop waits for each save from now on. What it had newest, if anything."""
         if self._writer is None:
             return None
-        held = self._writer.held()
+        newest = self._writer.newest_held()
         self._writer.leave()
         self._writer = None
-        return held[-1] if held else None
+        return newest
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all that was offered is settled; False where that takes longer."""

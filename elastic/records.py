@@ -7,8 +7,8 @@ audit is the primary's.
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from checkpoints.errors import StoreError
@@ -163,23 +163,20 @@ class Records:
 
     def flush_audit(self) -> bool:
         """Send this rank's audit lines to the store; False where it did not take them."""
-        if self._audit is not None:
-            with self._writing("the audit"):
-                self._audit.flush(durable=True)
-            return "the audit" not in self._unwritten
-        return True
+        audit = self._audit
+        return audit is None or self._written("the audit", lambda: audit.flush(durable=True))
 
-    @contextmanager
-    def _writing(self, what: str) -> Iterator[None]:
-        """A record that cannot be written is told once, until it was written again."""
+    def _written(self, what: str, write: Callable[[], None]) -> bool:
+        """Whether a record could be written; where it could not, that is told once, until it can be again."""
         try:
-            yield
+            write()
         except StoreError as error:
             if what not in self._unwritten:
                 self._unwritten.add(what)
                 logger.warning("%s was not written: %s", what, error)
-        else:
-            self._unwritten.discard(what)
+            return False
+        self._unwritten.discard(what)
+        return True
 
     def spend(self, use: str) -> AbstractContextManager[None]:
         """Book the time inside to `use`: checkpoint or eval."""
@@ -194,8 +191,7 @@ class Records:
     def flush(self) -> None:
         """Send what is buffered to the store."""
         if self._journal is not None:
-            with self._writing("the journal"):
-                self._journal.flush()
+            self._written("the journal", self._journal.flush)
 
     def summarize(
         self, status: summary.Status, progress: Progress, *, weights_sha256: str | None = None
@@ -214,8 +210,7 @@ class Records:
             faults=[fault.to_json() for fault in self._faults],
             bits_until=progress.bits_until,
         )
-        with self._writing("summary.json"):
-            summary.write(self._store, content)
+        self._written("summary.json", lambda: summary.write(self._store, content))
 
     def goodput(self, progress: Progress) -> float | None:
         """Of the whole run so far; None before it has begun. Primary only."""

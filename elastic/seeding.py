@@ -84,9 +84,8 @@ def seed_all(key: int, device: torch.device | None = None) -> None:
 
     Not torch.manual_seed, which asks every kind of device and costs 70 times as much.
     """
-    torch.default_generator.manual_seed(key)
-    random.seed(key)
-    np.random.seed((key & _LOW) ^ _NUMPY)
+    for library in _LIBRARIES:
+        library.seed(key)
     if device is not None and device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(key)

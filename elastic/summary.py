@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
-from checkpoints.canonical import LIMIT_BYTES
-from checkpoints.errors import DamagedError, ObjectMissingError, RecordError
-from checkpoints.generations import read_claim
+from checkpoints.errors import ObjectMissingError, RecordError
+from checkpoints.generations import read_claim, read_record
 from checkpoints.layout import (
     GENERATIONS,
     SUMMARY,
@@ -112,11 +111,11 @@ def _started_between(store: Store, after: int, before: int) -> Iterator[tuple[Cl
             continue
         name = started_name(generation)
         try:
-            data = store.get(name, limit_bytes=LIMIT_BYTES)
-            yield read_claim(store, generation), Started.from_json(data, name)
+            started = Started.from_json(read_record(store, name), name)
+            yield read_claim(store, generation), started
         except ObjectMissingError:
             continue  # claimed, never started
-        except (RecordError, DamagedError) as error:
+        except RecordError as error:
             logger.warning("generation %d is left out of the summary: %s", generation, error)
 
 
