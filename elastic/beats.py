@@ -12,7 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Final
 
-__all__ = ["Pulse", "read_pulse", "slots_in"]
+__all__ = ["STATUS", "Pulse", "read_pulse", "slots_in"]
 
 SIZE: "Final" = 4096
 HEAD: "Final" = struct.Struct("<8sqqqqqqd16s")
@@ -30,6 +30,8 @@ PLACE: "Final" = struct.Struct("<qq")
 """pid of the stub that torchrun knows this worker by (0: none), whether all of its world is on this node."""
 PLACE_AT: "Final" = 448
 END_AT: "Final" = 512
+STATUS: "Final" = ".status"
+"""Suffix of the file beside a slot that holds the worker's wait status, where its parent is one of ours."""
 
 
 class Pulse:

@@ -106,7 +106,7 @@ def _tell_lost_peer(error: BaseException, session: Session, run: "Run | None") -
     fault = replace(fault, message=fault.message.strip().partition("\n")[0][:300])
     session.slot.end(fault)
     for cause in _causes(session.folder, session.slot.path):
-        if cause.kind not in {"killed", "hung"}:
+        if cause.kind not in {"killed", "exited", "hung"}:
             return ExitCode.RETRY  # it could tell its end itself
         line = f"{cause} on {cause.host} at step {cause.step}: this generation ends"
         if say_once(session.folder, line, key=f"{cause.rank}-{cause.time}") and run is not None:

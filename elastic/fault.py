@@ -9,7 +9,9 @@ from typing import Literal
 
 __all__ = ["Fault", "Kind"]
 
-Kind = Literal["killed", "exception", "collective", "preempted", "ended", "vanished", "hung"]
+Kind = Literal[
+    "killed", "exception", "collective", "preempted", "ended", "exited", "vanished", "hung"
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,8 @@ class Fault:
         if self.kind == "killed":
             why = f": {self.message}" if self.message else ""
             return f"worker killed ({self.signal}, {at}){why}"
+        if self.kind == "exited":
+            return f"worker ended with {self.message} and without an exception ({at})"
         if self.kind == "hung":
             where = f", {self.where}" if self.where else ""
             return f"worker hung ({at}, step {self.step}, {self.phase}{where}): {_first_line(self.message)}"

@@ -27,11 +27,12 @@ from elastic.errors import ConfigError, ElasticError, ExitCode, StartError
 from elastic.hearing import Hearing, ToldError, say, workers
 from elastic.hook import SHARED, failures
 from elastic.launching import MAX_RESTARTS, MONITOR_INTERVAL_S, Launch, complete, split
+from elastic.monitor import present_faults
 from elastic.notices import leave_mark
 from elastic.options import Settings
 from elastic.prewarm import Prewarm, is_wanted, plan_of
 from elastic.status import code_at
-from elastic.verdict import judge, read_verdicts
+from elastic.verdict import UNSAVED, judge, read_verdicts
 
 if TYPE_CHECKING:
     import argparse
@@ -268,10 +269,13 @@ class Launcher:
     def _tell_signal(self) -> ExitCode:
         """Workers ended the agent, or somebody ended us."""
         codes = read_verdicts(self._folder)
-        if not codes and not self._newest_worker():
-            say("told to end before there was anything to save")
+        left = present_faults(self._folder)
+        if not codes and all(fault.kind == "ended" and not fault.step for fault in left):
+            say(UNSAVED)
             return ExitCode.PREEMPTED
         code = judge(codes)
+        if code is ExitCode.PREEMPTED and UNSAVED in [fault.message for fault in left]:
+            say(UNSAVED)  # in the middle of anything, a worker can't say it itself
         if code is ExitCode.RETRY:
             say("told to end, and nothing could be saved for that; the last checkpoint stays")
         return code

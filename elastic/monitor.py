@@ -6,8 +6,9 @@ left (`previous_faults`). Guarantees: a fault is handed out once, to one worker;
 reported; a broken file is skipped, never raised.
 
 How an end is known: by the record that the worker wrote itself; else by the file of Python's fault handler (the
-signals that a crash raises); else by its mark of a SIGTERM; else it was killed, for lack of memory if the cgroup
-(or, for want of one, the machine) counted such a kill since the worker began. Does not import torch.
+signals that a crash raises); else by its mark of a SIGTERM or of another signal that ends a process; else by the wait
+status, where a warm process has it; else it was killed, for lack of memory if the cgroup (or, for want of one, the
+machine) counted such a kill since the worker began. Does not import torch.
 """
 
 import contextlib
@@ -43,6 +44,7 @@ from elastic.beats import (
     PULSE,
     PULSE_AT,
     SIZE,
+    STATUS,
     slots_in,
 )
 from elastic.fault import Fault, Kind
@@ -63,6 +65,8 @@ _CRASHES: Final = {
     "Floating-point exception": "SIGFPE",
     "Illegal instruction": "SIGILL",
 }
+_DEADLY: Final = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
+"""They end a process that has not said otherwise, and leave no trace; the first is an agent's."""
 _OUT_OF_MEMORY: Final = "out of memory: the kernel ended a process of this cgroup"
 _LOADER_KILLED: Final = re.compile(
     r"DataLoader worker .*(killed by signal: Killed|exited unexpectedly)"
@@ -95,11 +99,15 @@ class Slot:
         self._write_head(None)
         self.beat(0, "start")
         self._crash_file: IO[str] = path.with_suffix(".crash").open("w", encoding="utf-8")
-        self._term_file: IO[str] = path.with_suffix(".term").open("w", encoding="utf-8")
         faulthandler.enable(self._crash_file, all_threads=False)
-        # In C, so that it also works while an import keeps Python busy; then the default action ends us. A handler
-        # that Python code sets later takes its place, and tells of the signal by `end`.
-        faulthandler.register(signal.SIGTERM, self._term_file, all_threads=False, chain=True)
+        self._marks: dict[str, IO[str]] = {}
+        for name in _DEADLY:
+            if signal.getsignal(signal.Signals[name]) is not signal.SIG_DFL:
+                continue
+            mark = self._marks[name] = path.with_suffix(f".{name}").open("w", encoding="utf-8")
+            # In C, so that it also works while an import keeps Python busy; then the default action ends us. A handler
+            # that Python code sets later takes its place, and tells of the signal by `end`.
+            faulthandler.register(signal.Signals[name], mark, all_threads=False, chain=True)
         self._stack_file: IO[str] = path.with_suffix(STACKS).open("a", encoding="utf-8")
         allow_stacks(self._stack_file)
 
@@ -201,10 +209,11 @@ class Slot:
 
     def close(self) -> None:
         """Give the fault handler's files back. The slot stays for those who come after."""
-        faulthandler.unregister(signal.SIGTERM)
+        for name in self._marks:
+            faulthandler.unregister(signal.Signals[name])
         faulthandler.disable()
         refuse_stacks()
-        for file in (self._crash_file, self._term_file, self._stack_file):
+        for file in (self._crash_file, *self._marks.values(), self._stack_file):
             file.close()
         self._map.close()
 
@@ -221,7 +230,7 @@ def previous_faults(folder: Path) -> list[Fault]:
     return sorted(found, key=lambda fault: (fault.is_secondary, fault.time))
 
 
-def present_faults(folder: Path, *, but: Path) -> list[Fault]:
+def present_faults(folder: Path, *, but: Path | None = None) -> list[Fault]:
     """Look at what workers that are gone have left here, but for one slot, and leave it for those who come after."""
     found = [fault for slot in _dead(folder) if slot != but for fault in _read(slot, slot)]
     return sorted(found, key=lambda fault: (fault.is_secondary, fault.time))
@@ -244,7 +253,7 @@ def _take_dead(folder: Path) -> Iterator[tuple[Path, Path]]:
             continue  # another worker of this node was faster
         yield taken, slot
         taken.unlink(missing_ok=True)
-        for suffix in (".crash", ".term", STACKS):
+        for suffix in (".crash", STATUS, STACKS, *(f".{name}" for name in _DEADLY)):
             slot.with_suffix(suffix).unlink(missing_ok=True)
 
 
@@ -279,11 +288,27 @@ def _explain(fault: Fault, slot: Path, kills: int) -> Fault:
             frame = _FRAME.search(crash)
             where = f"{frame[1]}:{frame[2]}" if frame else None
             return dataclasses.replace(fault, signal=name, where=where)
-    if _text(slot.with_suffix(".term")):
-        return dataclasses.replace(fault, kind="ended", signal="SIGTERM")
+    for name in _DEADLY:
+        if _text(slot.with_suffix(f".{name}")):
+            return dataclasses.replace(
+                fault, kind="ended" if name == "SIGTERM" else "killed", signal=name
+            )
+    status = _text(slot.with_suffix(STATUS))
+    if status.isdigit() and os.WIFEXITED(int(status)):
+        code = os.WEXITSTATUS(int(status))
+        return dataclasses.replace(fault, kind="exited", signal=None, message=f"exit code {code}")
+    if status.isdigit() and (number := os.WTERMSIG(int(status))) != signal.SIGKILL:
+        return dataclasses.replace(fault, signal=_name_of(number))
     if kills >= 0 and _oom_kills() > kills:
         return dataclasses.replace(fault, message=_OUT_OF_MEMORY)
     return fault
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _text(path: Path) -> str:

@@ -26,7 +26,7 @@ from elastic.meeting import Meeting, meet
 from elastic.monitor import Fault, Slot, previous_faults
 from elastic.notices import MARK
 from elastic.ranks import Place
-from elastic.verdict import clear_verdict, write_verdict
+from elastic.verdict import UNSAVED, clear_verdict, write_verdict
 from elastic.watching import Standing, stand
 from elastic.world import World, start_world
 
@@ -112,9 +112,7 @@ def open_session(
 
 def _note_early_end(slot: Slot, folder: Path, local_rank: int) -> None:
     write_verdict(folder, local_rank, ExitCode.PREEMPTED)
-    slot.end(
-        slot.fault(InterruptedError("told to leave before there was anything to save"), "preempted")
-    )
+    slot.end(slot.fault(InterruptedError(UNSAVED), "preempted"))
 
 
 def open_run_store(session: Session, options: CheckpointOptions) -> Store:

@@ -51,6 +51,9 @@ RELAYED = frozenset(map(int, signal.valid_signals())).difference(
 """All but those that cannot be, or are a process's own business; SIGSEGV and its like too, for whoever sends them."""
 _ANSWER_S = 2.0
 """A warm process that does not answer by then is stopped or stuck: the ordinary start takes less."""
+_LOOK_MS = 1000
+_STOPPED_LOOKS = 2
+"""Found stopped so many times in a row, the warm process is made to go on: what stops a whole job stops the stub too."""
 _OFF = frozenset({"0", "off", "no", "false"})
 _SIZE = 8
 _PRIVATE = 0o077
@@ -208,11 +211,16 @@ def _relay(sock: "_socket.socket") -> str:
 def _hear(sock: "_socket.socket") -> bytes:
     """Wait for the warm process's last word; empty where it is gone without."""
     told = b""
+    warm, stopped = peer_of(sock)[0], 0
     poll = select.poll()
     poll.register(sock.fileno(), select.POLLIN)
     while not (told[:1] == ENDED and len(told) == 5):
         try:
-            poll.poll()
+            if not poll.poll(_LOOK_MS):
+                stopped = stopped + 1 if _is_stopped(warm) else 0
+                if stopped == _STOPPED_LOOKS:
+                    _continue(warm)
+                continue
             more = sock.recv(1024)
         except BlockingIOError:
             continue
@@ -222,6 +230,25 @@ def _hear(sock: "_socket.socket") -> bytes:
             break
         told += more
     return told
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
+def _continue(warm: int) -> None:
+    """Nobody else sees the ends of its workers, nor passes signals on to them."""
+    if os.environ.get("LOCAL_RANK") == "0":
+        line = f"the warm process ({warm}) was stopped (SIGSTOP) while its workers ran: it is continued"
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+    try:
+        os.kill(warm, signal.SIGCONT)
+    except OSError:
+        return  # gone, or no longer ours
 
 
 def _end_as(status: int) -> "NoReturn":

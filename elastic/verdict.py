@@ -11,8 +11,10 @@ from typing import Final
 
 from elastic.errors import ExitCode
 
-__all__ = ["clear_verdict", "judge", "read_verdicts", "write_verdict"]
+__all__ = ["UNSAVED", "clear_verdict", "judge", "read_verdicts", "write_verdict"]
 
+UNSAVED: Final = "told to end before there was anything to save"
+"""A worker's word that its launcher has to pass on: it comes at a moment at which the worker can write no line."""
 _NAME: Final = "verdict-"
 _FINAL: Final = (ExitCode.SUPERSEDED, ExitCode.WRONG, ExitCode.ATTENTION)
 """What no other worker's end outweighs, the strongest first."""

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,15 @@ def test_c21_told_to_end_it_saves_and_says_75_and_the_same_command_finishes(
     summary = records.summary(cluster.url)
     assert (summary["status"], summary["lost_steps"]) == ("complete", 0)
     assert [row["source"] for row in summary["generations"]] == ["fresh", "store", "store"]
+
+
+def test_told_to_end_when_its_workers_have_just_begun_it_says_so(cluster: Cluster) -> None:
+    agent = launch(cluster, *LONG, nproc=2)
+    folders = Path(cluster.environment()["TMPDIR"])
+    cluster.until(lambda: [*folders.glob("elastic-trainer-*/*/slot-*.crash")], "a worker's place")
+    agent.signal(signal.SIGTERM)
+    assert agent.wait(40) == 75, agent.tail()
+    assert said(agent) == ["launch: told to end before there was anything to save"]
 
 
 @pytest.mark.parametrize(

@@ -202,9 +202,10 @@ def test_the_stub_ends_by_the_workers_signal_or_code(cluster: Cluster) -> None:
     until_told(cluster, 4, nproc=1)
     failed = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: 0", agent.output())
     assert failed == ["-9", "-11", "-9", "3"], agent.tail()
-    causes = [records.claims(cluster.url)[number]["cause"] for number in (2, 3, 4)]
+    causes = [records.claims(cluster.url)[number]["cause"] for number in (2, 3, 4, 5)]
     killed = [f"worker killed ({name}, rank 0)" for name in ("SIGKILL", "SIGSEGV", "SIGKILL")]
-    assert causes == killed
+    exited = "worker ended with exit code 3 and without an exception (rank 0)"
+    assert causes == [*killed, exited]
 
 
 def test_a_signal_to_the_stub_reaches_the_worker(cluster: Cluster) -> None:
@@ -322,6 +323,21 @@ def test_a_stopped_warm_process_costs_its_time_and_forks_nothing_later(cluster: 
     assert processes.children(warm) == []
     cluster.kill(0)
     assert [fact["parent"] for fact in until_told(cluster, 2)] == [warm] * 2
+
+
+def test_a_warm_process_that_is_stopped_while_its_workers_run_is_continued(
+    cluster: Cluster,
+) -> None:
+    agent = start(cluster)
+    until_told(cluster, 0)
+    (warm,) = until_warm(cluster)
+    cluster.kill(0)
+    until_told(cluster, 1)
+    processes.send([warm], signal.SIGSTOP)
+    cluster.kill(1)
+    assert [fact["parent"] for fact in until_told(cluster, 2)] == [warm] * 2
+    assert records.claims(cluster.url)[3]["cause"] == "worker killed (SIGKILL, rank 1)"
+    assert agent.output().count(f"the warm process ({warm}) was stopped (SIGSTOP)") == 1
 
 
 def test_changed_code_is_never_run_from_the_old_copy(cluster: Cluster) -> None:

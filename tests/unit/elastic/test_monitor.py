@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic import monitor
+from elastic.beats import STATUS
 from elastic.monitor import Fault, previous_faults
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +39,13 @@ def run_worker(folder: Path, end: str, *, number: int = 0) -> subprocess.Popen[b
     return worker
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
+        signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU,
+    ],
+)  # fmt: skip
 def test_worker_ended_by_a_signal_is_told_with_the_signal_and_where_it_was(
     tmp_path: Path, number: int
 ) -> None:
@@ -50,6 +57,42 @@ def test_worker_ended_by_a_signal_is_told_with_the_signal_and_where_it_was(
     assert (fault.step, fault.phase) == (41, "forward")
     assert str(fault) == f"worker killed ({name}, rank 3)"
     assert not fault.is_secondary
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (7 << 8, "worker ended with exit code 7 and without an exception (rank 3)"),
+        (0, "worker ended with exit code 0 and without an exception (rank 3)"),
+        (int(signal.SIGSYS), "worker killed (SIGSYS, rank 3)"),
+        (40, "worker killed (signal 40, rank 3)"),
+        (int(signal.SIGKILL), "worker killed (SIGKILL, rank 3)"),
+    ],
+)
+def test_what_the_parent_knows_is_told_of_a_worker_that_left_no_word(
+    tmp_path: Path, status: int, told: str
+) -> None:
+    run_worker(tmp_path, "os._exit(7)").communicate()
+    slot = next(path for path in tmp_path.glob("slot-*") if not path.suffix)
+    slot.with_suffix(STATUS).write_text(str(status))
+    assert [str(fault) for fault in previous_faults(tmp_path)] == [told]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_ignored_signal_is_no_end(tmp_path: Path) -> None:
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    worker = subprocess.Popen(
+        [sys.executable, "-c", f"{ignoring}{START}\nsys.stdin.read()", str(tmp_path)],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == b"on\n"
+    worker.send_signal(signal.SIGHUP)
+    worker.kill()
+    worker.communicate()
+    assert [str(fault) for fault in previous_faults(tmp_path)] == [
+        "worker killed (SIGKILL, rank 3)"
+    ]
 
 
 def test_segfault_in_native_code_is_told_with_the_line(tmp_path: Path) -> None:
