@@ -13,7 +13,7 @@ from elastic.errors import ExitCode
 
 __all__ = ["UNSAVED", "clear_verdict", "judge", "read_verdicts", "write_verdict"]
 
-UNSAVED: Final = "told to end before there was anything to save"
+UNSAVED: Final = "told to end before there was anything new to save"
 """A worker's word that its launcher has to pass on: it comes at a moment at which the worker can write no line."""
 _NAME: Final = "verdict-"
 _FINAL: Final = (ExitCode.SUPERSEDED, ExitCode.WRONG, ExitCode.ATTENTION)

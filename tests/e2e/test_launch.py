@@ -90,7 +90,7 @@ def test_told_to_end_when_its_workers_have_just_begun_it_says_so(cluster: Cluste
     cluster.until(lambda: [*folders.glob("elastic-trainer-*/*/slot-*.crash")], "a worker's place")
     agent.signal(signal.SIGTERM)
     assert agent.wait(40) == 75, agent.tail()
-    assert said(agent) == ["launch: told to end before there was anything to save"]
+    assert said(agent) == ["launch: told to end before there was anything new to save"]
 
 
 @pytest.mark.parametrize(
