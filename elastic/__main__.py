@@ -11,14 +11,17 @@ from elastic.drill import add_arguments, drill
 from elastic.errors import ElasticError, ExitCode
 from elastic.rollback import rollback
 from elastic.status import status
+from elastic.streams import hold_streams
 
 _NOT_YET: Final = ("report",)
 
 
 def _launch(argv: Sequence[str]) -> int:
+    from elastic.faults import leave
     from elastic.launch import launch
 
-    return launch(argv)
+    # Threads of torch's stores may abort an ordinary exit, and the code would be that of a SIGABRT.
+    leave(launch(argv), tidy=True)
 
 
 def _doctor(argv: Sequence[str]) -> int:
@@ -37,6 +40,7 @@ _OWN_ARGUMENTS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns its exit code."""
+    hold_streams()
     open_output()
     if argv and argv[0] in _OWN_ARGUMENTS:
         return _OWN_ARGUMENTS[argv[0]](argv[1:])

@@ -184,10 +184,10 @@ def _say(folder: Path, text: str, key: str, *, fresh: bool) -> bool:
     return True
 
 
-def leave(code: int) -> NoReturn:
-    """End the process with `code`, whatever native threads do at exit. Runs what atexit holds."""
+def leave(code: int, *, tidy: bool = False) -> NoReturn:
+    """End the process with `code`, whatever native threads do at exit. Runs what atexit holds where all went well, or if `tidy`."""
     with _flushed():
-        if code == ExitCode.DONE:
+        if tidy or code == ExitCode.DONE:
             # A failed worker may hold native waits that its clean-up would join for ever.
             atexit._run_exitfuncs()  # noqa: SLF001  # the only way to run them before os._exit
     os._exit(code)

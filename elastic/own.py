@@ -37,6 +37,7 @@ from elastic.opening import Session, Setup, code_hash, open_session
 from elastic.relapse import give_up_relapse
 from elastic.sampler import Plan
 from elastic.seeding import mix, seed_all
+from elastic.streams import hold_streams
 from elastic.unreduced import check_reduced
 from elastic.watching import stand, watch
 from elastic.weights import model_fingerprint, unwrap
@@ -78,6 +79,7 @@ def start(  # noqa: PLR0913 - each is a setting
         hang_after_long: The same for what is rare: the start, the first step, a save, code between two steps.
         checkpoint: Other keys of the `checkpoint` section: keep, keep_every, storage_options, …
     """
+    hold_streams()
     place_rank = int(os.environ.get("RANK", "0") or 0)
     set_up_logging(primary=place_rank == 0)
     session: Session | None = None

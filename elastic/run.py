@@ -20,7 +20,9 @@ def fix_path() -> None:
 if __name__ == "__main__":
     fix_path()
     from elastic.relay import hand_over
+    from elastic.streams import hold_streams
 
+    hold_streams()
     hand_over(os.environ)  # ends with the worker that a warm process runs in our place, or returns
     from elastic.entry import main
     from elastic.faults import leave

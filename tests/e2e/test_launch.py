@@ -16,6 +16,7 @@ from tests.support.object_stores import S3Server, s3_server
 
 __all__ = ["s3_server"]
 
+SHORT = ("args.n=40", "args.delay=0.2", "train.global_batch_size=4", "train.epochs=1")
 LONG = ("args.n=400", "args.delay=0.05", "train.global_batch_size=4", "train.epochs=1000")
 TOLD = f"{SUPPORT}/warmed.py:Told"
 
@@ -91,6 +92,25 @@ def test_told_to_end_when_its_workers_have_just_begun_it_says_so(cluster: Cluste
     agent.signal(signal.SIGTERM)
     assert agent.wait(40) == 75, agent.tail()
     assert said(agent) == ["launch: told to end before there was anything new to save"]
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-"])
+def test_closed_streams_change_nothing(cluster: Cluster, closed: str) -> None:
+    words = [
+        *LAUNCH,
+        "--nproc_per_node=2",
+        *cluster.run_arguments(tracer(), SHORT),
+    ]
+    agent = cluster.spawn(["sh", "-c", f'exec "$@" {closed}', "sh", *words])
+    cluster.until_step(2)
+    cluster.kill(1)
+    assert agent.wait(60) == 0, agent.tail()
+    summary = records.summary(cluster.url)
+    assert [row["cause"] for row in summary["generations"]] == [
+        "start",
+        "worker killed (SIGKILL, rank 1)",
+    ]
+    assert_each_sample_once(cluster.url, 40, 1)
 
 
 @pytest.mark.parametrize(

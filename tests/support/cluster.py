@@ -111,12 +111,17 @@ class Agent:
         processes.send([self.pid], number)
 
     def wait(self, timeout_s: float = 120) -> int:
-        """Wait for the end of the agent and return its exit code."""
+        """Wait for the end of the agent and return its exit code.
+
+        A torchrun that has failed ends with 1, or by SIGABRT where the threads of its stores outlive its interpreter.
+        """
         try:
-            return self.process.wait(timeout_s)
+            code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             text = f"still running after {timeout_s} s: {self.process.args!r}"
             raise ClusterError(_report(text, [self])) from None
+        is_abort = code == -signal.SIGABRT and "terminate called without" in self.output()
+        return 1 if is_abort else code
 
 
 class Cluster:
