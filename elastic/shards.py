@@ -10,13 +10,13 @@ the samples, in float64 and in the order of the shards, others are those of shar
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from elastic.buffers import Place, differ, places_of
 from elastic.reduce import Turn
 from elastic.tree import owned
 from elastic.world import World
@@ -27,53 +27,6 @@ logger = logging.getLogger(__name__)
 
 Carry: TypeAlias = Callable[[Tensor], Callable[[], Tensor] | None]
 
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of an element: what its bits are compared as."""
-
-
-@dataclass(slots=True, eq=False)
-class _Place:
-    """One buffer of the model, wherever it is assigned to."""
-
-    module: nn.Module
-    name: str
-    tracks: bool
-    """Whether it counts a norm's batches, of which a step is one."""
-    always: bool
-    """Whether torch changes it without its version showing it."""
-    is_persistent: bool
-    """Whether the model's state has it."""
-    base: Tensor
-    """Its content when the step began."""
-    seen: Tensor
-    version: int
-
-    @property
-    def now(self) -> Tensor:
-        """What the module has there; of complex numbers both parts."""
-        buffer = self._own
-        return torch.view_as_real(buffer) if buffer.is_complex() else buffer
-
-    @property
-    def _own(self) -> Tensor:
-        buffer = self.module._buffers[self.name]  # noqa: SLF001  # the name is a buffer's
-        assert buffer is not None
-        return buffer
-
-    @property
-    def is_written(self) -> bool:
-        """Whether it shows that something was written; what was written through `.data` does not."""
-        return self._own is not self.seen or self.seen._version != self.version  # noqa: SLF001
-
-    def note(self) -> None:
-        """What is there now is known."""
-        self.seen = self._own
-        self.version = self.seen._version  # noqa: SLF001
-
-    def restore(self) -> None:
-        self.now.copy_(self.base)
-        self.note()
-
 
 class ShardBuffers:
     """Keeps the buffers of a model apart for each shard of a step, and merges them."""
@@ -81,7 +34,7 @@ class ShardBuffers:
     def __init__(self, model: nn.Module, world: World, shards: int) -> None:
         """Look at the buffers of `model`, the plain one."""
         self._world, self._shards = world, shards
-        places = _places(model)
+        places = places_of(model)
         self._norms = [place for place in places if place.always]
         self._others = [place for place in places if not place.always]
         self._unsaved = {
@@ -205,7 +158,7 @@ class ShardBuffers:
     def _changed(self) -> list[bool]:
         """Of each buffer that is not a norm's whether it differs from the step's beginning."""
         if self._known is None:
-            self._known = _differ(self._others)
+            self._known = differ(self._others)
         return self._known
 
     def _restore_changed(self) -> None:
@@ -214,12 +167,12 @@ class ShardBuffers:
         self._known = [False] * len(self._others)
 
     @staticmethod
-    def _restore(places: Sequence[_Place]) -> None:
+    def _restore(places: Sequence[Place]) -> None:
         for place in places:
             place.restore()
 
     def _gather(
-        self, numbers: Sequence[int], every: Sequence[_Place], carry: Carry | None = None
+        self, numbers: Sequence[int], every: Sequence[Place], carry: Carry | None = None
     ) -> "_Sent":
         """Weight and flattened buffers of each shard, in order; those of absent shards weigh nothing."""
         world = self._world
@@ -242,7 +195,7 @@ class ShardBuffers:
         work = dist.all_gather_single(rows, mine, async_op=True)
         return _Sent(rows=rows, places=places, work=work)
 
-    def _flatten(self, shard: int, numbers: Sequence[int], every: Sequence[_Place]) -> Tensor:
+    def _flatten(self, shard: int, numbers: Sequence[int], every: Sequence[Place]) -> Tensor:
         """Samples, floating buffers as float64, then the bits of the others."""
         row = self._rows.get(shard, {})
         values = [row.get(number, every[number].base).reshape(-1) for number in numbers]
@@ -277,50 +230,3 @@ class _Sent:
             self.rows = self.carried().reshape(-1, self.rows.shape[1])
         rows = self.rows[list(self.places)]
         return rows[:, 0].tolist(), rows[:, 1:]
-
-
-def _differ(places: Sequence[_Place]) -> list[bool]:
-    """Whether each is another than its base: as it shows, else by its bits."""
-    found = [place.is_written for place in places]
-    unsure = [number for number, is_written in enumerate(found) if not is_written]
-    if not unsure:
-        return found
-    pairs = [(_bits(places[number].now), _bits(places[number].base)) for number in unsure]
-    if pairs[0][0].device.type == "cpu":
-        differ = [not now.equal(base) for now, base in pairs]
-    else:
-        # One wait for the device.
-        differ = torch.stack([(now != base).any() for now, base in pairs]).tolist()
-    for number, is_changed in zip(unsure, differ, strict=True):
-        found[number] = is_changed
-    return found
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(_BITS[tensor.element_size()])
-
-
-def _places(model: nn.Module) -> list[_Place]:
-    found: dict[int, _Place] = {}
-    for module in model.modules():
-        norm = isinstance(module, _NormBase)
-        for name, buffer in module.named_buffers(recurse=False):
-            if id(buffer) in found or not buffer.numel():
-                continue
-            plain = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-            tracks = (
-                isinstance(module, _NormBase)
-                and name == "num_batches_tracked"
-                and module.momentum is not None
-            )
-            found[id(buffer)] = _Place(
-                module=module,
-                name=name,
-                tracks=tracks,
-                always=norm,
-                is_persistent=name not in module._non_persistent_buffers_set,  # noqa: SLF001  # torch tells it nowhere else
-                base=plain.detach().clone(),
-                seen=buffer,
-                version=buffer._version,  # noqa: SLF001
-            )
-    return list(found.values())

@@ -15,10 +15,10 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from elastic.agreement import Agreed, Request
+from elastic.buffers import KeptBuffers
 from elastic.errors import AttentionError, StartError
 from elastic.loader import MicroBatch, StepBatch
 from elastic.models import sparse_error
@@ -122,8 +122,7 @@ class Stepper:
         self._known = [{p for p in of if p.requires_grad} for of in self._parameters]
         self._own_losses: list[Tensor | float] = []
         self._buffers = buffers
-        self._statistics = _statistics(reducer.model) if options.on_nonfinite != "stop" else []
-        self._kept: list[Tensor] = []
+        self._kept = KeptBuffers(reducer.model) if options.on_nonfinite != "stop" else None
 
     def run(self, step: int, batch: StepBatch, request: Request) -> StepResult:
         """Take step number `step` (from 1) on this rank's micro-batches.
@@ -185,7 +184,8 @@ class Stepper:
         self._phases[index].optimizer.zero_grad(set_to_none=True)
         # Who has no samples cannot know what kind of loss the job gives.
         told = [*flags, *[0.0] * _KIND_SLOTS, *asking(self._every)]
-        self._kept = [buffer.clone() for buffer in self._statistics]
+        if self._kept is not None:
+            self._kept.begin()
         if self._buffers is not None:
             self._buffers.begin()
             told += self._buffers.flags
@@ -321,8 +321,8 @@ class Stepper:
         scaler = self._scalers[index]
         if scaler is not None:
             scaler.update(scaler.get_scale())
-        for buffer, kept in zip(self._statistics, self._kept, strict=True):
-            buffer.copy_(kept)
+        if self._kept is not None:
+            self._kept.restore()
         shown = ", ".join(map(str, indices[:16])) + (", ..." if len(indices) > 16 else "")
         seen = "" if is_empty and not ranks else f"; first seen on {_name_ranks(ranks)}"
         what = f"step {step}: {found}{seen}, samples [{shown}]"
@@ -369,12 +369,6 @@ def _others(model: nn.Module, phase: Phase, phases: int) -> list[nn.Parameter]:
     """What has no gradient in a phase: all that its optimizer does not change, where there are several."""
     own = set(phase.parameters)
     return [p for p in model.parameters() if p not in own] if phases > 1 else []
-
-
-def _statistics(model: nn.Module) -> list[Tensor]:
-    """Running statistics of norms: a forward over what is not finite would spoil them for good."""
-    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
-    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
 
 def _open_divisor(size: int) -> float:

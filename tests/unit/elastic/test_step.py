@@ -54,11 +54,31 @@ class Wide(Tracer):
         return Mean((weights * each).sum(), weights.sum())
 
 
+class Tracked(nn.Module):
+    """Running means of its own: one is written into, one is made anew; one counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("written", "made"):
+            self.register_buffer(name, torch.zeros(1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.written: Tensor
+        self.made: Tensor
+        self.count: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean()
+        self.written.lerp_(mean, 0.5)
+        self.made = self.made * 0.5 + mean * 0.5
+        self.count += 1
+        return x
+
+
 class Normed(Tracer):
-    """A batch norm in front, whose statistics a bad sample would spoil."""
+    """A batch norm in front, and means of its own, whose statistics a bad sample would spoil."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+        return nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1), Tracked())
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         values, indices = batch
@@ -465,11 +485,13 @@ def test_flags_of_any_rank_are_known_to_all_at_their_step(world_results: Results
 
 def test_running_statistics_survive_a_skipped_step(world_results: Results) -> None:
     for found in world_results:
-        mean, variance, batches = found["normed"]["buffers"]
+        mean, variance, batches, written, made, count = found["normed"]["buffers"]
         assert found["normed"]["skipped"].count(True) == 1
         assert math.isfinite(mean[0])
         assert math.isfinite(variance[0])
-        assert batches == 1
+        assert batches == count == 1
+        assert math.isfinite(written[0])
+        assert made == written
 
 
 @pytest.mark.parametrize("name", ["half", "half weighted"])
