@@ -314,14 +314,48 @@ def hint(error: BaseException) -> str:
         return "; check the credentials and what they may do"
     if isinstance(error, ImportError):
         return "; install the file system's package, e.g. pip install 'elastic-trainer[s3]'"
-    if isinstance(error, NotADirectoryError | FileExistsError):
-        return "; a folder of that name is needed there"
-    return ""
+    if isinstance(error, TypeError) and "required positional argument" in str(error):
+        return "; give what is missing as an option of the file system (checkpoint.storage_options, --option)"
+    is_folder = isinstance(error, NotADirectoryError | FileExistsError)
+    return "; a folder of that name is needed there" if is_folder else ""
 
 
 # ---------------------------------------------------------------------------------------- by the URL
 _REMOTE: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:::|://)")
 _LOCAL: Final = re.compile(r"(?:file|local):(?://|(?=/))", re.IGNORECASE)
+
+
+_SLASHED: Final = re.compile(
+    r"(s3a?|gs|gcs|az|abfss?|sftp|ssh|ftp|https?|hdfs|webhdfs|memory):(?!//)/*(.*)"
+)
+"""As a URL of which a slash is missing; a folder of such a name is hardly meant."""
+_NAMED: Final = re.compile(r"(?:(s3a?|gs|gcs|az|abfss?)|(sftp|ssh))://(?=/|$)", re.IGNORECASE)
+"""Without the bucket, or the host, that has to come first."""
+_WRAPPED: Final = re.compile(
+    r"(?:[^/]*::|(?:simplecache|filecache|blockcache|cached|dir|reference)://)"
+)
+
+
+def _check_url(url: str, options: Mapping[str, object]) -> None:
+    """Refuse what cannot be meant.
+
+    Raises:
+        PermanentStoreError: Says what was expected.
+    """
+    found = f"store: found {redact_url(url)!r}, expected"
+    if not url.strip() or "\0" in url or (_LOCAL.match(url) and not _LOCAL.sub("", url, count=1)):
+        raise PermanentStoreError(f"{found} a folder or a URL")
+    if slashed := _SLASHED.match(url):
+        meant = redact_url(f"{slashed[1]}://{slashed[2]}")
+        raise PermanentStoreError(f"{found} {meant!r}, or './{url}' for a folder of that name")
+    if (unnamed := _NAMED.match(url)) and (unnamed[1] or "host" not in options):
+        what = "bucket" if unnamed[1] else "host"
+        raise PermanentStoreError(f"{found} a {what} after {unnamed[0]!r}")
+    if _WRAPPED.match(url):
+        raise PermanentStoreError(
+            f"{found} a URL of one file system: what stands around another one keeps copies or shows other names, and a store "
+            "must never show an old state"
+        )
 
 
 def open_backend(url: str, options: Mapping[str, object]) -> Backend:
@@ -330,17 +364,11 @@ def open_backend(url: str, options: Mapping[str, object]) -> Backend:
     Raises:
         PermanentStoreError: Nothing serves such a URL, or the package that does is not installed.
     """
-    if not url.strip() or "\0" in url:
-        raise PermanentStoreError(f"store: found {url!r}, expected a folder or a URL")
+    _check_url(url, options)
     if _LOCAL.match(url) or not _REMOTE.match(url):
         from checkpoints.backend_local import LocalBackend
 
         return LocalBackend(_LOCAL.sub("", url, count=1))
-    if "::" in url:
-        raise PermanentStoreError(
-            f"store: found {redact_url(url)!r}, expected a URL of one file system: what stands before "
-            "'::' keeps copies, and a store must never show an old state"
-        )
     from checkpoints.backend_fsspec import open_remote
 
     try:

@@ -67,7 +67,9 @@ def _hide_assigned(match: re.Match[str]) -> str:
     before = match.string[: match.start()]
     # The path of a file and what is said of it: "/etc/passwd: permission denied".
     is_path = before.endswith("/") and name.rstrip().endswith(":")
-    return match.group() if is_path else f"{name}{quote}{HIDDEN}"
+    # What an exception says of itself: "NoCredentialsError: Unable to locate credentials".
+    is_error = name.rstrip(": ").endswith(("Error", "Exception")) and not quote
+    return match.group() if is_path or is_error else f"{name}{quote}{HIDDEN}"
 
 
 def redact_options(options: Mapping[str, object]) -> dict[str, object]:

@@ -74,7 +74,7 @@ class Training:
         run.keep_best = settings.eval.keep_best
         seed_all(train.seed, run.device)
         model = job.model()
-        check_model(model, type(job).__name__)
+        check_model(model, type(job).__name__, in_shards=train.logical_shards is not None)
         model.to(run.device)
         optimizer = make_optimizers(job, model)
         phases = phases_of(job, optimizer)

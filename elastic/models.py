@@ -6,6 +6,7 @@ Looked at before the first step, as far as a model shows it; else told in a line
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -16,8 +17,8 @@ from elastic.errors import StartError
 __all__ = ["check_forward", "check_model", "check_shapes", "check_wrapped", "sparse_error"]
 
 
-def check_model(model: nn.Module, kind: str) -> None:
-    """Refuse a model that cannot be trained here; `kind` is the job's class.
+def check_model(model: nn.Module, kind: str, *, in_shards: bool = False) -> None:
+    """Refuse a model that cannot be trained here; `kind` is the job's class, `in_shards` with `train.logical_shards`.
 
     Raises:
         StartError: Names the first parameter or layer.
@@ -27,6 +28,12 @@ def check_model(model: nn.Module, kind: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise sparse_error(f"{name}.weight".lstrip("."))
+        if in_shards and isinstance(module, nn.SyncBatchNorm):
+            raise StartError(
+                f"{kind}.model: found {name or 'itself'}, a SyncBatchNorm, with train.logical_shards, expected BatchNorm: its"
+                " statistics are those of whatever the ranks run at one moment, which depends on their number, and a"
+                " rank with fewer shards would leave the others waiting; a logical shard is the batch of a norm"
+            )
 
 
 def check_forward(model: nn.Module, label: str) -> None:
@@ -45,7 +52,7 @@ def check_forward(model: nn.Module, label: str) -> None:
 
 
 def check_shapes(model: nn.Module, label: str) -> None:
-    """Refuse a model whose lazy modules have seen no forward; `label` is where it comes from.
+    """Refuse a model with tensors that cannot be saved and loaded; `label` is where it comes from.
 
     Raises:
         StartError: Names the first parameter or buffer.
@@ -55,6 +62,12 @@ def check_shapes(model: nn.Module, label: str) -> None:
             raise StartError(
                 f"{label}: found {name} without a shape (a lazy module), expected one for every parameter and buffer; "
                 "give the layer its sizes, or run a forward before"
+            )
+        strides = tensor.stride() if tensor.layout is torch.strided else tensor.shape
+        if any(step == 0 and size > 1 for step, size in zip(strides, tensor.shape, strict=True)):
+            raise StartError(
+                f"{label}: found {name} expanded, its elements share memory, expected each to have its own, so that it can be"
+                " loaded; give it .clone()"
             )
 
 

@@ -17,8 +17,9 @@ state, groups with other parameters are a StartError. What has been added to a r
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -40,12 +41,16 @@ _SCALER_POSITION: Final = ("scale", "_growth_tracker")
 
 Drivers = Scheduler | tuple[Scheduler, str]
 
+_Form: TypeAlias = tuple[torch.dtype, torch.Size]
+
 
 class TrainState:
     """The state of a training. Attach once, right after code and config made the objects."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
+        self._layout: dict[str, _Form] = {}
+        """What the model's tensors are when training begins."""
         self._optimizers: dict[str, Optimizer] = {}
         self._schedules: dict[str, Schedule] = {}
         self._driven: dict[str, str] = {}
@@ -92,6 +97,7 @@ class TrainState:
                     " state_dict and load_state_dict"
                 )
         self._model = model
+        self._layout = {name: _form(tensor) for name, tensor in model_state(model)[0].items()}
         self._optimizers = _by_name(optimizer)
         self._attach_schedules({n: _driver(n, d) for n, d in _by_name(scheduler).items()})
         self._scalers = _by_name(scaler)
@@ -125,10 +131,15 @@ class TrainState:
 
     # ------------------------------------------------------------------------------------- capture
     def capture(self) -> dict[str, Any]:
-        """The state as a tree of live tensors, for `CheckpointManager.stage`. Any rank; no collectives."""
+        """The state as a tree of live tensors, for `CheckpointManager.stage`. Any rank; no collectives.
+
+        Raises:
+            StartError: The model has other tensors than when it was attached, so that a restart could not load them.
+        """
         model = self._attached()
         names = parameter_names(model)
         tensors, extra = model_state(model)
+        self._check_layout(tensors)
         tree: dict[str, Any] = {"model": tensors}
         if extra:
             tree["model_extra"] = extra
@@ -158,6 +169,16 @@ class TrainState:
             tree["ema"] = dict(self._ema.tensors())
         tree["others"] = {name: thing.state_dict() for name, thing in self._others.items()}
         return tree
+
+    def _check_layout(self, tensors: Mapping[str, Tensor]) -> None:
+        for name in {**self._layout, **tensors}:
+            found = _form(tensors[name]) if name in tensors else None
+            begun = self._layout.get(name)
+            if found != begun:
+                raise StartError(
+                    f"model: tensor {name!r}: found {_told(found)} after training began, expected {_told(begun)} as at the start:"
+                    " a restart could not load it; give it its size in model(), or register it with persistent=False"
+                )
 
     def still(self) -> frozenset[int]:
         """The data pointers of the tensors that only an optimizer's step changes."""
@@ -364,3 +385,11 @@ def _own_copy(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_own_copy(item) for item in value)
     return value
+
+
+def _form(tensor: Tensor) -> _Form:
+    return tensor.dtype, tensor.shape
+
+
+def _told(form: _Form | None) -> str:
+    return "none" if form is None else f"{str(form[0]).removeprefix('torch.')} {list(form[1])}"

@@ -165,11 +165,13 @@ class LoadReport:
     """The source has it, the model has not."""
     mismatched: tuple[str, ...]
     """Both have it, in different shapes (a strict load: or types): `name: found …, expected …`."""
+    split: tuple[str, ...] = ()
+    """The model ties them to another tensor, which has another value in the source."""
 
     @property
     def complete(self) -> bool:
         """Whether source and model had the same tensors."""
-        return not (self.missing or self.unexpected or self.mismatched)
+        return not (self.missing or self.unexpected or self.mismatched or self.split)
 
     def lines(self) -> list[str]:
         """What was not loaded, one line for each kind, for people."""
@@ -177,6 +179,7 @@ class LoadReport:
             "not in the source, keeps its initial value": self.missing,
             "in the source only, left out": self.unexpected,
             "of another shape, keeps its initial value": self.mismatched,
+            "another value than what the model ties it to, left out": self.split,
         }
         return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
 
@@ -221,7 +224,14 @@ def load_model(
     if strict:
         differs |= {name: (_describe(tensors[name]), "no such tensor") for name in unexpected}
         _refuse(differs)
-        _check_tied(siblings, tensors)
+    split = _split_ties(siblings, {name: tensors[name] for name in fits})
+    if strict and split:
+        name, first = next(iter(split.items()))
+        raise StartError(
+            f"model: tensors {first!r} and {name!r}: found two values in the checkpoint, expected"
+            " one, for the model ties them; the model is not the run's: start a new URL"
+        )
+    fits = [name for name in fits if name not in split]
     chosen: dict[str, object] = {names[name]: tensors[name] for name in fits}
     chosen |= {names[name]: value for name, value in (extra or {}).items() if name in names}
     module.load_state_dict(chosen, strict=False)
@@ -234,6 +244,7 @@ def load_model(
             for name, (found, expected) in sorted(differs.items())
             if name in tensors and name in own
         ),
+        split=tuple(f"{name}: that of {first} is taken" for name, first in split.items()),
     )
 
 
@@ -258,16 +269,17 @@ def _tied(own: Mapping[str, Tensor]) -> dict[str, list[str]]:
     return {name: tied for tied in places.values() if len(tied) > 1 for name in tied}
 
 
-def _check_tied(siblings: Mapping[str, list[str]], tensors: Mapping[str, Tensor]) -> None:
-    """Loaded one after the other, the last of two values would win in silence."""
-    for name, tied in siblings.items():
-        first = next(other for other in tied if other in tensors)
-        if name not in tensors or byte_view(tensors[name]) == byte_view(tensors[first]):
-            continue
-        raise StartError(
-            f"model: tensors {first!r} and {name!r}: found two values in the checkpoint, expected"
-            " one, for the model ties them; the model is not the run's: start a new URL"
-        )
+def _split_ties(siblings: Mapping[str, list[str]], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of tied tensors whose value is another than that of the first of their names, which is given.
+
+    Loaded one after the other, the last of two values would win in silence.
+    """
+    found = {}
+    for name in (name for name in siblings if name in tensors):
+        first = next(other for other in siblings[name] if other in tensors)
+        if byte_view(tensors[name]) != byte_view(tensors[first]):
+            found[name] = first
+    return found
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic.agent import is_alive, process_start
+from tests.support.soaking import soaked
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "support" / "ending_worker.py"
@@ -35,7 +36,7 @@ def start_torchrun(act: str, world: int, folder: Path) -> subprocess.Popen[bytes
     )
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [*soaked(2), 3])
 @pytest.mark.parametrize("act", ["all", "one", "stagger", "thread"])
 def test_worker_ends_its_agent_with_one_signal_and_without_a_restart(
     act: str, world: int, tmp_path: Path

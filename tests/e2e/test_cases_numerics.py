@@ -48,9 +48,10 @@ def test_c46_the_schedule_does_not_depend_on_the_world(
     assert {t: rates[t] for t in STAIRS} == pytest.approx(STAIRS, rel=1e-12)
 
 
-def test_c47_metrics_count_each_item_once(cluster: Cluster) -> None:
+@pytest.mark.parametrize("worlds", [[1, 4], *soaked([1, 2, 3, 4])])
+def test_c47_metrics_count_each_item_once(cluster: Cluster, worlds: list[int]) -> None:
     overrides = ("args.n=4", "train.global_batch_size=4", "eval.batch_size=4")
-    for world in (1, 2, 3, 4):
+    for world in worlds:
         summary = run_once(
             cluster, tracer("Graded"), *overrides, f"train.epochs={world}", nproc=world
         )

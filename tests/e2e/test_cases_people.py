@@ -28,6 +28,7 @@ def test_c51a_a_killed_worker_is_named_everywhere(cluster: Cluster) -> None:
     assert "Traceback" not in agent.output(), agent.tail()
 
 
+@pytest.mark.soak
 def test_c51a_without_restarts_the_last_lines_tell_it(cluster: Cluster) -> None:
     agent = cluster.start(tracer("Faulty"), *FAULTY, "args.kind=kill", nproc=3)
     assert agent.wait(60) != 0
@@ -106,6 +107,7 @@ def test_c51c_a_worker_that_takes_all_memory_is_told_as_out_of_memory(
     assert "Traceback" not in agent.output(), agent.tail()
 
 
+@pytest.mark.soak
 def test_c51c_without_restarts_the_last_lines_and_the_summary_tell_it(
     cluster: Cluster, limited: list[str]
 ) -> None:

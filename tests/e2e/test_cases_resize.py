@@ -15,6 +15,7 @@ from tests.support.cases import (
     weight,
 )
 from tests.support.cluster import Agent, Cluster
+from tests.support.soaking import soaked
 
 # A busy machine keeps an agent from the processor for longer than the seconds that we set.
 PATIENT = "--rdzv_conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"
@@ -105,10 +106,14 @@ def test_c11_the_global_batch_does_not_change_with_the_world(cluster: Cluster) -
     assert weights == pytest.approx([0.55, 1.07, 1.488], rel=REL)
 
 
-def test_c13_the_loss_shown_does_not_jump_with_the_world(cluster: Cluster) -> None:
-    overrides = ("args.n=12", "args.lr=0", "train.epochs=4", "train.global_batch_size=12")
-    for world, last in ((1, 1), (2, 2), (3, 3), (5, None)):
-        run_until(cluster, world, last, *overrides)
+@pytest.mark.parametrize("worlds", [[1, 5], *soaked([1, 2, 3, 5])])
+def test_c13_the_loss_shown_does_not_jump_with_the_world(
+    cluster: Cluster, worlds: list[int]
+) -> None:
+    epochs = len(worlds)
+    overrides = ("args.n=12", "args.lr=0", f"train.epochs={epochs}", "train.global_batch_size=12")
+    for last, world in enumerate(worlds, 1):
+        run_until(cluster, world, last if last < epochs else None, *overrides)
     losses = [event["loss"] for event in records.step_events(cluster.url)]
-    assert losses == pytest.approx([253 / 12] * 4, rel=1e-6)
+    assert losses == pytest.approx([253 / 12] * epochs, rel=1e-6)
     assert final_weight(cluster.url) == 0

@@ -68,7 +68,7 @@ def test_c19_a_signal_in_an_evaluation_ends_it_and_saves_the_last_step(cluster: 
     assert_each_sample_once(cluster.url, 12, 1)
 
 
-@pytest.mark.parametrize("at", ["restore", "item"])
+@pytest.mark.parametrize("at", [*soaked("restore"), "item"])
 def test_c19_a_signal_before_the_first_step_ends_at_once_and_harms_nothing(
     cluster: Cluster, at: str
 ) -> None:

@@ -159,6 +159,18 @@ def test_a_permanent_error_names_the_way_out(error: Exception, way_out: str) -> 
         ("a\0b", "expected a folder or a URL"),
         ("zork://x/y", "zork://x/y: Protocol not known: zork"),
         ("simplecache::s3://x/y", "expected a URL of one file system"),
+        ("dir://x", "expected a URL of one file system"),
+        ("reference://x", "expected a URL of one file system"),
+        ("file://", "expected a folder or a URL"),
+        ("s3://", "store: found 's3://', expected a bucket after 's3://'"),
+        ("gs:///run", "store: found 'gs:///run', expected a bucket after 'gs://'"),
+        ("az://", "expected a bucket after 'az://'"),
+        ("sftp:///run", "expected a host after 'sftp://'"),
+        (
+            "s3:/bucket/run",
+            "expected 's3://bucket/run', or './s3:/bucket/run' for a folder of that name",
+        ),
+        ("gs:bucket", "expected 'gs://bucket'"),
     ],
 )
 def test_a_url_that_nothing_serves_is_refused(url: str, reason: str) -> None:

@@ -132,6 +132,8 @@ def test_secret_values_are_collected_from_url_and_options() -> None:
         "/data/token: found a folder, expected a file",
         "tokenizer.json: not JSON",
         "~/models/tokenizers.bin=missing",
+        "NoCredentialsError: Unable to locate credentials",
+        "InvalidSignatureException: clock skew",
     ],
 )
 def test_what_is_said_of_a_file_is_not_hidden_because_of_its_name(text: str) -> None:

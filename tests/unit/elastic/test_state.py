@@ -1,6 +1,7 @@
 """The whole state: captured, written, restored, compared."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,39 @@ def written(state: TrainState) -> dict[str, Any]:
     tree = join(json.loads(json.dumps(skeleton)), {n: t.clone() for n, t in tensors.items()})
     assert isinstance(tree, dict)
     return tree
+
+
+class Queue(nn.Module):
+    """Buffers whose forward makes them other ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.register_buffer("made", None)
+        self.register_buffer("queue", torch.zeros(2))
+        self.register_buffer("cache", None, persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("made", torch.ones(3), "'made': found float32 [3] after training began, expected none"),
+        ("queue", torch.ones(3), "'queue': found float32 [3] after training began, expected float32 [2]"),
+        ("queue", torch.ones(2).long(), "'queue': found int64 [2] after training began, expected float32 [2]"),
+        ("queue", None, "'queue': found none after training began, expected float32 [2]"),
+    ],
+)  # fmt: skip
+def test_a_buffer_that_no_restart_could_load_is_told_at_the_first_save(
+    name: str, value: Tensor | None, found: str
+) -> None:
+    model = Queue()
+    state = TrainState()
+    state.attach(model=model)
+    model.cache = torch.ones(3)
+    state.capture()
+    setattr(model, name, value)
+    with pytest.raises(StartError, match=re.escape(f"model: tensor {found}")):
+        state.capture()
 
 
 # ------------------------------------------------------------------------------------------ the whole

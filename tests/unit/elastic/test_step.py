@@ -400,6 +400,14 @@ def test_sparse_gradient_is_refused_in_a_line(world_results: Results) -> None:
 
 
 def test_an_embedding_whose_forward_changes_its_weights_is_refused() -> None:
+    expanded = nn.Linear(2, 2)
+    expanded.register_buffer("row", torch.ones(1, 2).expand(4, 2))
+    with pytest.raises(StartError, match=r"Wide.model: found row expanded, its elements share"):
+        check_model(expanded, "Wide")
+    normed = nn.Sequential(nn.SyncBatchNorm(2))
+    check_model(normed, "Synced")
+    with pytest.raises(StartError, match=r"Synced.model: found 0, a SyncBatchNorm, with train.log"):
+        check_model(normed, "Synced", in_shards=True)
     with pytest.raises(StartError, match=r"Bound.model: found 0 with max_norm=2, expected none"):
         check_model(nn.Sequential(nn.EmbeddingBag(2, 2, max_norm=2.0)), "Bound")
 

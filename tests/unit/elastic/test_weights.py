@@ -237,6 +237,18 @@ def test_two_values_for_a_tied_weight_are_refused() -> None:
         load_model(Tied(), source)
 
 
+def test_of_two_values_for_a_tied_weight_the_first_is_taken_and_told_where_what_fits_is_taken() -> (
+    None
+):
+    source, target = model_tensors(Tied(tied=False)), Tied()
+    report = load_model(target, source, strict=False)
+    assert torch.equal(target.out.weight, source["embed.weight"])
+    assert not report.complete
+    assert report.lines() == [
+        "another value than what the model ties it to, left out: out.weight: that of embed.weight is taken"
+    ]
+
+
 def test_state_that_is_no_tensor_is_kept_apart() -> None:
     class Counting(nn.Linear):
         count = 0
