@@ -14,7 +14,7 @@ from typing import Final, Literal
 from checkpoints.errors import PartedError, SupersededError
 from elastic import finding, resume
 from elastic.agreement import Agreed, Request
-from elastic.errors import AttentionError, ElasticError, PreemptedError
+from elastic.errors import AttentionError, ElasticError, PeersLeftError, PreemptedError
 from elastic.metrics import Status
 from elastic.nonfinite import check_rollbacks, unfit
 from elastic.saves import Saves
@@ -255,7 +255,8 @@ class Run(Saves):
 
         Raises:
             PreemptedError: This rank was told to leave and the state is saved.
-            ElasticError: Others were told to leave, or the state could not be saved.
+            PeersLeftError: Others were told to leave, and the state is saved.
+            ElasticError: It could not be saved.
         """
         self.left = True
         self._look_at_limit(together=True)
@@ -284,9 +285,11 @@ class Run(Saves):
             time.sleep(_POLL_S)
         if signals.pending:
             raise PreemptedError(
-                f"told to leave: the state of step {self.progress.step} is saved; start again to go on"
+                f"told to leave: the state of step {self.progress.step} is saved; it goes on from there at the next start"
             )
-        raise ElasticError("another node was told to leave: the state is saved, this one restarts")
+        raise PeersLeftError(
+            f"other workers were told to leave: the state of step {self.progress.step} is saved, this node's start again"
+        )
 
     def leave_unused(self) -> None:
         """Say that the run is preempted, where this generation is told to leave before it has done a step.

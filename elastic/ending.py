@@ -21,6 +21,7 @@ from elastic.errors import (
     ElasticError,
     ExitCode,
     OverruledError,
+    PeersLeftError,
     PreemptedError,
     StartError,
 )
@@ -84,7 +85,8 @@ def _tell(error: BaseException, session: Session, run: "Run | None") -> ExitCode
     if isinstance(error, ElasticError | StoreError | CheckpointError):
         left = run is not None and run.left
         session.slot.end(session.slot.fault(error, "preempted" if left else "exception"))
-        say_once(session.folder, f"error: {error}", fresh=True)
+        word = "" if isinstance(error, PeersLeftError) else "error: "
+        say_once(session.folder, f"{word}{error}", fresh=True)
         return ExitCode.RETRY
     return _tell_exception(error, session, run)
 

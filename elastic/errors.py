@@ -9,6 +9,7 @@
         ├ ReplicaError                     1  a rank holds another state than the others
         ├ AttentionError                  76  a person must look
         ├ PreemptedError                  75  told to leave; the state is saved
+        ├ PeersLeftError                   1  others were told to leave; the state is saved
         └ OverruledError                  77  a newer generation owns this run
 
 The text of an error is one line: what, found, expected, way out. Imports nothing, so that an error can be told before torch is loaded.
@@ -25,6 +26,7 @@ __all__ = [
     "ExitCode",
     "MeetingError",
     "OverruledError",
+    "PeersLeftError",
     "PreemptedError",
     "ReplicaError",
     "StartError",
@@ -87,6 +89,10 @@ class PreemptedError(ElasticError):
     """Raised when this worker was told to leave, after the state was saved."""
 
     code = ExitCode.PREEMPTED
+
+
+class PeersLeftError(ElasticError):
+    """Raised when others were told to leave, after the state was saved: no fault of anybody."""
 
 
 class OverruledError(ElasticError):

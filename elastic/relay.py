@@ -63,7 +63,8 @@ def hand_over(environ: "Mapping[str, str]") -> None:
     """Have the node's warm process run this worker and end as it ends; returns where there is none to do it."""
     if is_off(environ) or "TORCHELASTIC_RUN_ID" not in environ:
         return
-    folder = _find_folder(environ, os.getppid())
+    agent = os.getppid()
+    folder = _find_folder(environ, agent)
     if folder is None:
         return
     sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -71,7 +72,7 @@ def hand_over(environ: "Mapping[str, str]") -> None:
     try:
         refusal = _ask(sock, folder)
         if refusal is None:
-            refusal = _relay(sock)
+            refusal = _relay(sock, agent)
     except TimeoutError:
         # All workers of the node find the same; one says it.
         silent = f"warm start: found no answer within {_ANSWER_S:g} s"
@@ -176,7 +177,7 @@ def peer_of(sock: "_socket.socket") -> tuple[int, int]:
 
 
 # ------------------------------------------------------------------------------------------- being the stub
-def _relay(sock: "_socket.socket") -> str:
+def _relay(sock: "_socket.socket", agent: int) -> str:
     """Pass signals on until the worker has ended, and end alike; returns why where it could not be set up."""
     came: list[int] = []
 
@@ -197,7 +198,8 @@ def _relay(sock: "_socket.socket") -> str:
         _end_as(int.from_bytes(told[1:], "little"))
     if not told:
         # The kernel has ended the worker together with the warm process.
-        if os.environ.get("LOCAL_RANK") == "0":
+        # Where the agent is gone too, that is why, and there is no next start.
+        if os.environ.get("LOCAL_RANK") == "0" and os.getppid() == agent:
             line = "the warm process is gone and its workers with it; the next start is an ordinary one"
             sys.stderr.write(line + "\n")
         os._exit(1)

@@ -274,6 +274,7 @@ def test_nothing_outlives_a_killed_agent(cluster: Cluster, forked: bool) -> None
     agent.signal(signal.SIGKILL)
     agent.wait(5)
     until_gone(cluster, 10)
+    assert "the next start is" not in agent.output()
 
 
 @pytest.mark.soak

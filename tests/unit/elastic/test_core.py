@@ -16,7 +16,7 @@ from elastic.agreement import Agreed
 from elastic.core import Run
 from elastic.ending import end_worker
 from elastic.entry import main
-from elastic.errors import ElasticError, OverruledError
+from elastic.errors import ElasticError, OverruledError, PeersLeftError
 from elastic.opening import Setup, open_session
 from jobs.job import JobRun
 from tests.support import records
@@ -57,7 +57,7 @@ def test_signal_saves_the_state_and_ends_with_75_and_the_next_start_goes_on(
     ended = start(url, f"args.number={int(number)}", "checkpoint.every=off")
     assert (ended.code, ended.err) == (
         75,
-        "told to leave: the state of step 5 is saved; start again to go on\n",
+        "told to leave: the state of step 5 is saved; it goes on from there at the next start\n",
     )
     assert records.status(url) == "preempted"
     assert records.checkpoints(url) == [(1, 5)]
@@ -133,7 +133,7 @@ def leaves_where_another_was_told(url: str) -> None:
 
     core._PEER_S = 0.1  # type: ignore[misc]
     run = open_run(url)
-    with pytest.raises(ElasticError, match="another node was told to leave: the state is saved"):
+    with pytest.raises(PeersLeftError, match="other workers were told to leave: the state of step"):
         step(run, Agreed(notice=1))
     assert saved(run) == [1]
     assert run.left

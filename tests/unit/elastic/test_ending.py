@@ -24,6 +24,7 @@ from elastic.errors import (
     ElasticError,
     MeetingError,
     OverruledError,
+    PeersLeftError,
     PreemptedError,
     StartError,
 )
@@ -98,6 +99,7 @@ def ending_of(
         (MeetingError("rank 1 did not come"), 1, "error: rank 1 did not come\n", "exception"),
         (PartedError("gone on"), 1, "error: gone on\n", "exception"),
         (TransientStoreError("busy"), 1, "error: busy\n", "exception"),
+        (PeersLeftError("others were told to leave"), 1, "others were told to leave\n", "exception"),
         (ElasticError("this one restarts"), 1, "error: this one restarts\n", "exception"),
         (CollectiveError("sum: a peer is gone"), 1, "rank 0 lost a peer at step 3: sum: a peer is gone\n", "collective"),
         (KeyboardInterrupt(), 1, "", "ended"),
