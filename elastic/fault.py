@@ -58,6 +58,8 @@ class Fault:
         if self.kind == "hung":
             where = f", {self.where}" if self.where else ""
             return f"worker hung ({at}, step {self.step}, {self.phase}{where}): {_first_line(self.message)}"
+        if self.type == "KeyboardInterrupt":
+            return f"worker interrupted (SIGINT, {at})"
         told = {
             "collective": "lost a peer",
             "preempted": "preempted",

@@ -110,6 +110,13 @@ def test_worker_that_the_agent_told_to_end_is_no_cause(tmp_path: Path) -> None:
     assert (fault.kind, fault.signal, fault.is_secondary) == ("ended", "SIGTERM", True)
 
 
+def test_an_interrupted_worker_is_told_as_that(tmp_path: Path) -> None:
+    end = "try:\n    time.sleep(60)\nexcept KeyboardInterrupt as error:\n    slot.end(slot.fault(error, 'ended'))"
+    run_worker(tmp_path, end, number=signal.SIGINT)
+    (fault,) = previous_faults(tmp_path)
+    assert (fault.is_secondary, str(fault)) == (True, "worker interrupted (SIGINT, rank 3)")
+
+
 def test_python_handler_for_sigterm_takes_over(tmp_path: Path) -> None:
     end = "signal.signal(signal.SIGTERM, lambda *_: (slot.end(None), sys.exit(5)))\nprint('set', flush=True)\ntime.sleep(60)"
     worker = run_worker(tmp_path, end)
