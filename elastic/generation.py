@@ -351,7 +351,7 @@ class Generation:
     def write_fault(self, fault: Fault, *, failed: bool) -> None:
         """Write a fault of this generation down, once it is claimed. Any rank."""
         if self._records is not None:
-            self._records.own_fault(fault, failed=failed)
+            self._records.own_fault(fault, self.progress, failed=failed)
 
     def look_at_paces(self, paces: Sequence[float]) -> None:
         """Say once who keeps the others waiting, and when that is over. Primary; elsewhere it does nothing."""

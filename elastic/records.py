@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from checkpoints.errors import StoreError
@@ -224,15 +225,32 @@ class Records:
         spent = self.ledger.totals()
         return summary.finish_row(self._rows[-1], step=progress.step, now=now, spent=spent)
 
-    def own_fault(self, fault: Fault, *, failed: bool) -> None:
+    def own_fault(self, fault: Fault, progress: Progress, *, failed: bool) -> None:
         """Write a fault of this generation itself: to this rank's journal and the summary. Any rank."""
         journal = self._journal or Journal(self._store, self._claim.generation, rank=self._rank)
         try:
             journal.event("fault", fault=fault.to_json(), told=str(fault))
             journal.flush()
             add_fault(self._store, self._claim.generation, fault, failed=failed)
+            if failed:
+                self._sum_up_failed(progress)
         except StoreError as error:
             logger.warning("the fault was not written down: %s", error)
+
+    def _sum_up_failed(self, progress: Progress) -> None:
+        """No generation comes after this one to say how far it came: it says so itself, whichever rank it is."""
+        number = self._claim.generation
+        present = summary.read(self._store)
+        rows = summary.past_rows(self._store, number + 1)
+        if present is None or present["generation"] != number or rows[-1:] == []:
+            return
+        now = summary.now_s()
+        rows[-1] = replace(rows[-1], end_step=progress.step, ended=now)
+        content = summary.build(
+            rows, progress, status="failed", run_id=self._run_id, now=now, faults=present["faults"],
+            bits_until=progress.bits_until,
+        )  # fmt: skip
+        summary.write(self._store, content)
 
     def close(self) -> None:
         """Close the files; what is buffered is written if the store takes it."""

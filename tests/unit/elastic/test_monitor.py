@@ -111,8 +111,15 @@ def test_worker_that_the_agent_told_to_end_is_no_cause(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_worker_is_told_as_that(tmp_path: Path) -> None:
-    end = "try:\n    time.sleep(60)\nexcept KeyboardInterrupt as error:\n    slot.end(slot.fault(error, 'ended'))"
-    run_worker(tmp_path, end, number=signal.SIGINT)
+    end = (
+        "try:\n    print('set', flush=True)\n    time.sleep(60)\n"
+        "except KeyboardInterrupt as error:\n    slot.end(slot.fault(error, 'ended'))"
+    )
+    worker = run_worker(tmp_path, end)
+    assert worker.stdout is not None
+    worker.stdout.readline()
+    worker.send_signal(signal.SIGINT)
+    worker.communicate()
     (fault,) = previous_faults(tmp_path)
     assert (fault.is_secondary, str(fault)) == (True, "worker interrupted (SIGINT, rank 3)")
 

@@ -153,13 +153,20 @@ def test_next_generation_knows_what_the_killed_one_did(store: Store) -> None:
 
 def test_own_fault_is_written_by_any_rank_and_ends_the_run_where_it_must(store: Store) -> None:
     primary = make(store, audit=False)
-    begin(primary, store)
+    progress = begin(primary, store)
     other = make(store, rank=1, audit=False)
-    other.own_fault(KILLED, failed=False)
+    for _ in range(3):
+        do_step(primary, progress, [1, 2])
+    primary.flush()
+    other.own_fault(KILLED, progress, failed=False)
     assert read_summary(store)["status"] == "running"
-    other.own_fault(KILLED, failed=True)
+    other.own_fault(KILLED, progress, failed=True)
     found = read_summary(store)
     assert found["status"] == "failed"
+    # Nobody after it says how far it came.
+    assert (found["steps"], found["samples"]) == (3, progress.samples)
+    assert [row["end_step"] for row in found["generations"]] == [3]
+    assert found["goodput"] > 0
     assert [fault["rank"] for fault in found["faults"]] == [1, 1]
     faults = [event for event in read_events(store) if event["event"] == "fault"]
     assert [event["told"] for event in faults] == ["worker killed (SIGKILL, rank 1)"] * 2
@@ -170,7 +177,7 @@ def test_summary_of_a_newer_generation_is_left_alone(store: Store) -> None:
     old, new = make(store, audit=False), make(store, generation=2, audit=False)
     begin(old, store)
     begin(new, store, generation=2, step=0)
-    old.own_fault(KILLED, failed=True)
+    old.own_fault(KILLED, Progress(), failed=True)
     assert read_summary(store)["status"] == "running"
     old.close()
     new.close()
@@ -189,7 +196,7 @@ def test_store_that_fails_is_told_and_harms_nothing(
     monkeypatch.setattr(store, "get", fail)
     with caplog.at_level(logging.WARNING, "elastic"):
         records.summarize("complete", progress)
-        records.own_fault(KILLED, failed=True)
+        records.own_fault(KILLED, progress, failed=True)
     assert caplog.messages == [
         "summary.json was not written: busy",
         "the fault was not written down: busy",
