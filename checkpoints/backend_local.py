@@ -366,7 +366,7 @@ def _told(error: OSError, fd: int, chunks: Sequence[memoryview]) -> OSError:
     facts = os.fstatvfs(fd)
     # What the temp file holds already comes back when it goes.
     free = facts.f_bavail * facts.f_frsize + os.fstat(fd).st_blocks * 512
-    room = f"{wanted / 1e6:.1f} MB are needed, {min(free, wanted) / 1e6:.1f} MB are free"
+    room = f"{wanted / 1e6:.3g} MB are needed, {min(free, wanted) / 1e6:.3g} MB are free"
     return OSError(error.errno, f"{os.strerror(error.errno)}: {room}")
 
 

@@ -75,7 +75,7 @@ class Pace:
         self._told_s = now_s
         return (
             f"{self._what}: every {_shown(now_s)} now: a save costs {_shown(self._cost_s)}, "
-            f"{self._failures} failures were seen, and at most {self._budget:.2%} of the time may go into it"
+            f"{self._failures} failure{'s' * (self._failures != 1)} seen, and at most {self._budget:.2%} of the time may go into it"
         )
 
     @property

@@ -1,6 +1,8 @@
 """`python -m elastic status URL`: where a run stands, from its records alone; imports no torch."""
 
 import json
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -9,10 +11,13 @@ from checkpoints.generations import newest_generation
 from checkpoints.layout import SUMMARY
 from checkpoints.question import shown
 from checkpoints.store import Store, open_store
-from checkpoints.terminal import put_out
+from checkpoints.terminal import age_text, put_out
 from elastic.errors import ExitCode
+from elastic.summary import catch_up
 
 __all__ = ["code_at", "code_of", "status"]
+
+logger = logging.getLogger(__name__)
 
 _CODES: Final[Mapping[str, ExitCode]] = {
     "complete": ExitCode.DONE,
@@ -46,7 +51,7 @@ def status(url: str, options: Mapping[str, object], *, as_json: bool) -> ExitCod
         put_out(json.dumps(found, indent=1) + "\n")
     else:
         try:
-            lines = _lines(store.display_url, found)
+            lines = _lines(store.display_url, _up_to_date(store, found))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{store.display_url}/{SUMMARY}: found something else or an older kind, expected a run's summary"
@@ -76,12 +81,22 @@ def _read(store: Store) -> dict[str, Any] | None:
     return found
 
 
+def _up_to_date(store: Store, found: dict[str, Any]) -> dict[str, Any]:
+    if found["status"] != "running":
+        return found
+    try:
+        return catch_up(store, found)
+    except CheckpointError as error:
+        logger.warning("the journal cannot be read, so this is the last start: %s", error)
+        return found
+
+
 def _lines(url: str, found: Mapping[str, Any]) -> Sequence[str]:
     figures = "  ".join(f"{k} {v:.4g}" for k, v in found["metrics"].items() if v is not None)
     best = found["best"]
     lines = [
         f"{url}: {found['status']}, generation {found['generation']}, epoch {found['epochs']}, step "
-        f"{found['steps']}",
+        f"{found['steps']}{_heard(found.get('heard'))}",
         f"restarts {found['restarts']}, lost steps {found['lost_steps']}, goodput {found['goodput']:.3f}",
     ]
     if figures:
@@ -96,3 +111,7 @@ def _lines(url: str, found: Mapping[str, Any]) -> Sequence[str]:
         for row in found["generations"][-10:]
     ]
     return lines
+
+
+def _heard(at: float | None) -> str:
+    return "" if at is None else f", as of {age_text(max(0.0, time.time() - at))} ago"

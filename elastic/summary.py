@@ -28,7 +28,7 @@ from checkpoints.layout import (
 from checkpoints.store import Store
 from elastic.progress import Progress
 
-__all__ = ["Row", "Status", "build", "past_rows", "read", "write"]
+__all__ = ["Row", "Status", "build", "catch_up", "past_rows", "read", "write"]
 
 logger = logging.getLogger(__name__)
 
@@ -281,6 +281,27 @@ def read(store: Store) -> dict[str, Any] | None:
             return found
     logger.warning("%s/%s: is no run's summary; left out", store.display_url, SUMMARY)
     return None
+
+
+def catch_up(store: Store, found: Mapping[str, Any]) -> dict[str, Any]:
+    """A running run's summary, of its generation's start, with what the journal tells since; `heard` is when, in Unix time.
+
+    Steps, epochs, lost steps, goodput and the generations are brought up to date, the rest stays.
+    """
+    number = int(found["generation"])
+    rows = past_rows(store, number + 1)
+    if not rows or rows[-1].generation != number:
+        return dict(found)
+    step, heard = rows[-1].end_step, rows[-1].ended
+    return {
+        **found,
+        "steps": step,
+        "epochs": _journal_tail(store, number).get("epoch", found["epochs"]),
+        "lost_steps": max(0, sum(row.end_step - row.start_step for row in rows) - step),
+        "goodput": goodput(rows, step, heard),
+        "generations": [row.public() for row in rows],
+        "heard": heard,
+    }
 
 
 def finish_row(row: Row, *, step: int, now: float, spent: Mapping[str, float]) -> Row:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from checkpoints.journal import read_audit, read_events
 from checkpoints.layout import AgentId, CheckpointName, Claim, Started, claim_name
 from checkpoints.store import Store, open_store
 from elastic import summary
+from elastic.__main__ import main
 from elastic.monitor import Fault
 from elastic.progress import Progress
 from elastic.records import Records
@@ -149,6 +151,34 @@ def test_next_generation_knows_what_the_killed_one_did(store: Store) -> None:
     assert found["generations"][1]["cause"] == "worker killed (SIGKILL, rank 1)"
     assert [fault["signal"] for fault in found["faults"]] == ["SIGKILL"]
     assert store.exists("journal/000002.history.json")
+
+
+def test_status_of_a_running_run_is_what_its_journal_tells(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = make(store, audit=False)
+    progress = begin(first, store)
+    for _ in range(5):
+        do_step(first, progress, [1])
+    second = make(store, generation=2, audit=False)
+    progress = begin(second, store, generation=2, step=4)
+    for _ in range(3):
+        do_step(second, progress, [1])
+    second.flush()
+    assert read_summary(store)["steps"] == 4
+    capsys.readouterr()
+    assert main(["status", store.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r".*: running, generation 2, epoch 0, step 7, as of [0-9.]+ s ago", lines[0]
+    )
+    assert lines[1].startswith("restarts 1, lost steps 1, goodput ")
+    assert [line.partition(", fresh")[0].partition(", store")[0] for line in lines[-2:]] == [
+        "generation 1: W=2, steps 0 to 5",
+        "generation 2: W=2, steps 4 to 7",
+    ]
+    first.close()
+    second.close()
 
 
 def test_own_fault_is_written_by_any_rank_and_ends_the_run_where_it_must(store: Store) -> None:
