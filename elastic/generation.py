@@ -104,6 +104,8 @@ class Generation:
             store=self.store,
             leads=session.place.local_rank == 0,
         )
+        self.check_position: Callable[[int], object] | None = None
+        """Raises where no step of the plan begins at a position: before this generation counts as started."""
         self.epochs_planned: int | None = None
         self.max_steps: int | None = None
         self.epoch_samples: int | None = None
@@ -205,7 +207,7 @@ class Generation:
         `initialize` sets first weights; the primary calls it where nothing is there to restore.
 
         Raises:
-            StartError: The checkpoint does not fit the model.
+            StartError: The checkpoint does not fit the model, or its position not the plan.
         """
         self._session.slot.beat(0, "restore")
         self.keeper.open(self._run_id)
@@ -226,6 +228,8 @@ class Generation:
                 wrong.append(("memory", found.name))
             else:
                 break
+        if self.check_position is not None:
+            self.check_position(self.progress.position)
         self._warn_of_order()
         if self.is_primary:
             if found.tree is not None and resume.is_pending(self.store, self._claimed):

@@ -93,6 +93,7 @@ class Training:
             job=job,
             ema=self._average,
         )
+        run.check_position = self.plan.step_at
         run.restore(lambda: job.initialize(model))
         if train.on_nonfinite == "rollback" and run.step == 0:
             run.save()  # so that there is always something to return to

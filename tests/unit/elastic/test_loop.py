@@ -314,6 +314,16 @@ def test_another_seed_that_is_accepted_within_an_epoch_is_told_loudly(tmp_path: 
     assert "come twice" not in at_a_border.err + "".join(at_a_border.notes)
 
 
+def test_a_start_refused_for_its_position_leaves_the_runs_record_as_it_was(tmp_path: Path) -> None:
+    kept = finished(tmp_path, "Tracer", "train.epochs=2", "train.max_steps=2")
+    other = ("train.global_batch_size=3", "run.accept=[train.global_batch_size]")
+    ended = run(tmp_path, "Tracer", "train.epochs=2", *other)
+    assert ended.code == 2
+    assert ended.err.startswith("error: position: found 8 samples into the epoch, expected a multi")
+    assert records.summary(tmp_path) == kept
+    assert finished(tmp_path, "Tracer", "train.epochs=2")["lost_steps"] == 0
+
+
 def test_other_run_on_the_same_url_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     finished(tmp_path, "Tracer", "train.epochs=1")
     before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*.json"))
