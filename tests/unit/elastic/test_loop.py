@@ -319,7 +319,7 @@ def test_a_start_refused_for_its_position_leaves_the_runs_record_as_it_was(tmp_p
     other = ("train.global_batch_size=3", "run.accept=[train.global_batch_size]")
     ended = run(tmp_path, "Tracer", "train.epochs=2", *other)
     assert ended.code == 2
-    assert ended.err.startswith("error: position: found 8 samples into the epoch, expected a multi")
+    assert "\nerror: position: found 8 samples into the epoch, expected a multiple" in ended.err
     assert records.summary(tmp_path) == kept
     assert finished(tmp_path, "Tracer", "train.epochs=2")["lost_steps"] == 0
 
