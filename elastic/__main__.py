@@ -42,8 +42,15 @@ def main(argv: Sequence[str]) -> int:
     """Run one command; returns its exit code."""
     hold_streams()
     open_output()
-    if argv and argv[0] in _OWN_ARGUMENTS:
-        return _OWN_ARGUMENTS[argv[0]](argv[1:])
+    try:
+        if argv and argv[0] in _OWN_ARGUMENTS:
+            return _OWN_ARGUMENTS[argv[0]](argv[1:])
+        return _ask(argv)
+    except BrokenPipeError:  # whoever read it has seen enough
+        return PIPE_CLOSED
+
+
+def _ask(argv: Sequence[str]) -> int:
     if argv and argv[0] in _NOT_YET:
         sys.stderr.write(
             f"error: python -m elastic {argv[0]}: not yet served by this version; served: launch, doctor, "
@@ -56,8 +63,6 @@ def main(argv: Sequence[str]) -> int:
         if found.command == "rollback":
             return rollback(found.url, options, to=found.to, force=found.force)
         code = status(found.url, options, as_json=found.json)
-    except BrokenPipeError:  # whoever read it has seen enough
-        return PIPE_CLOSED
     except (CheckpointError, ElasticError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return ExitCode.WRONG

@@ -264,10 +264,7 @@ class Run(Saves):
         saved = self.make_durable(within_s)
         signals = self._session.signals
         if self.is_primary:
-            spent = self.records.ledger.totals()
-            self.records.event("leave", step=self.progress.step, saved=saved, spent=spent)
-            self.records.flush()
-            self.records.summarize("preempted" if saved else "running", self.progress)
+            self._write_left(saved=saved)
         self.world.barrier()
         if not saved:
             beside = (
@@ -297,9 +294,13 @@ class Run(Saves):
         What it began from in memory alone is further than the store: such a run says so only once it is saved.
         """
         if self.is_primary and self._records is not None and self._restored_from in {"", "store"}:
-            self.records.event("leave", step=self.progress.step, saved=True)
-            self.records.flush()
-            self.records.summarize("preempted", self.progress)
+            self._write_left(saved=True)
+
+    def _write_left(self, *, saved: bool) -> None:
+        spent = self.records.ledger.totals()
+        self.records.event("leave", step=self.progress.step, saved=saved, spent=spent)
+        self.records.flush()
+        self.records.summarize("preempted" if saved else "running", self.progress)
 
     def finish(self) -> None:
         """The run is over: save the last state, write the summary, wait for each other. Collective.

@@ -18,6 +18,7 @@ from checkpoints.catalog import Catalog
 from checkpoints.errors import CheckpointError
 from checkpoints.segments import check_room
 from checkpoints.store import Store, open_store
+from checkpoints.terminal import put_out
 from elastic import summary
 from elastic.agent import agent_of, node_folder
 from elastic.config import parse_arguments, read_settings
@@ -58,17 +59,16 @@ def doctor(argv: Sequence[str]) -> int:
         sys.stderr.write(f"error: {error}\n")
         return error.code
     if command.help:
-        sys.stdout.write(_USAGE)
+        put_out(_USAGE)
         return ExitCode.DONE
     findings: list[Finding] = []
     for finding in _look(command, [*peers, *peers_of(os.environ)], os.environ):
         findings.append(finding)
         if not as_json:
-            sys.stdout.write(f"{finding.kind:5}  {finding.what:10}  {finding.told}\n")
-            sys.stdout.flush()
+            put_out(f"{finding.kind:5}  {finding.what:10}  {finding.told}\n")
     if as_json:
         told = [{"kind": f.kind, "what": f.what, "told": f.told} for f in findings]
-        sys.stdout.write(f"{json.dumps(told, indent=1)}\n")
+        put_out(f"{json.dumps(told, indent=1)}\n")
     is_wrong = any(finding.kind == "wrong" for finding in findings)
     return ExitCode.WRONG if is_wrong else ExitCode.DONE
 

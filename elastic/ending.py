@@ -8,6 +8,7 @@ the same exception at the same step twice ends the run. Codes are those of the d
 import contextlib
 import logging
 import multiprocessing
+import re
 import signal
 import sys
 import time
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S: Final = 0.5
 _POLL_S: Final = 0.05
+_NOISE: Final = re.compile(r"^\[/[^\]]*\]\s*|\s*(This (may|is) |GLHF).*$")
+"""Of gloo's messages: where in its own source it was, and its good wishes."""
 _ENDS_AGENT: Final = (ExitCode.WRONG, ExitCode.ATTENTION, ExitCode.SUPERSEDED)
 
 
@@ -114,7 +117,7 @@ def _tell_lost_peer(error: BaseException, session: Session, run: "Run | None") -
         if say_once(session.folder, line, key=f"{cause.rank}-{cause.time}") and run is not None:
             run.write_fault(cause, failed=False)
         return ExitCode.RETRY
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    said = _NOISE.sub("", fault.message) or type(error).__name__
     say_once(
         session.folder,
         f"rank {session.place.rank} lost a peer at step {fault.step}: {said}",

@@ -7,7 +7,6 @@ is deleted here; the next commit clears away what was left behind.
 
 import json
 import logging
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from checkpoints.errors import CheckpointError, ObjectMissingError
 from checkpoints.generations import claim, newest_generation, read_claim, read_rollbacks
 from checkpoints.layout import RUN, SUMMARY, CheckpointName, Claim, Rollback, RunRecord
 from checkpoints.store import Store, open_store
+from checkpoints.terminal import put_out
 from elastic.agent import is_known_dead
 from elastic.errors import ExitCode, StartError
 
@@ -51,7 +51,7 @@ def rollback(url: str, options: Mapping[str, object], *, to: str, force: bool) -
     gone = [other for other in inventory.living if other > name]
     claimed = _claim(store, run_id, name)
     _rewind_summary(store, catalog.info(name))
-    sys.stdout.write(
+    put_out(
         f"{store.display_url}: generation {claimed.generation} returns to checkpoint {name}; "
         f"{len(gone)} newer left behind; start the run again to go on from there\n"
     )

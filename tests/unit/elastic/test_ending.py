@@ -102,6 +102,8 @@ def ending_of(
         (PeersLeftError("others were told to leave"), 1, "others were told to leave\n", "exception"),
         (ElasticError("this one restarts"), 1, "error: this one restarts\n", "exception"),
         (CollectiveError("sum: a peer is gone"), 1, "rank 0 lost a peer at step 3: sum: a peer is gone\n", "collective"),
+        (RuntimeError("[/src/gloo/pair.cc:537] Read error [::1]:8: Connection reset by peer. This is typically GLHF!"), 1,
+         "rank 0 lost a peer at step 3: Read error [::1]:8: Connection reset by peer.\n", "collective"),
         (KeyboardInterrupt(), 1, "", "ended"),
     ],
 )  # fmt: skip
