@@ -48,7 +48,7 @@ from elastic.beats import (
     slots_in,
 )
 from elastic.fault import Fault, Kind
-from elastic.stacks import STACKS, allow_stacks, refuse_stacks
+from elastic.stacks import STACKS, allow_stacks
 
 if TYPE_CHECKING:
     from elastic.bounds import Bounds
@@ -206,16 +206,6 @@ class Slot:
         self._map[END_AT + 8 : END_AT + 8 + len(text)] = text
         # The length last: a reader never sees half a record.
         struct.pack_into("<Q", self._map, END_AT, len(text))
-
-    def close(self) -> None:
-        """Give the fault handler's files back. The slot stays for those who come after."""
-        for name in self._marks:
-            faulthandler.unregister(signal.Signals[name])
-        faulthandler.disable()
-        refuse_stacks()
-        for file in (self._crash_file, *self._marks.values(), self._stack_file):
-            file.close()
-        self._map.close()
 
 
 def open_slot(folder: Path, local_rank: int) -> Slot:

@@ -21,7 +21,6 @@ __all__ = [
     "family_of",
     "frames_of",
     "in_collective",
-    "refuse_stacks",
     "state_of",
     "where_of",
 ]
@@ -43,11 +42,6 @@ _MOST = 100_000
 def allow_stacks(file: "TextIO") -> None:
     """Let the stacks of all threads be written into a file at the signal, whatever Python does then."""
     faulthandler.register(NUMBER, file, all_threads=True, chain=False)
-
-
-def refuse_stacks() -> None:
-    """Take the handler back."""
-    faulthandler.unregister(NUMBER)
 
 
 # ------------------------------------------------------------------------------------------- processes
