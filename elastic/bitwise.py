@@ -58,9 +58,13 @@ class TreeReducer:
         self._counts: dict[int, Tensor | float] = {}
         self._flags: Sequence[float] = ()
         self._row: Tensor | None = None
+        self._present: int | None = None
+        """The shards of the step, where they are known before the numbers have come."""
 
-    def begin(self, phase: int, flags: Sequence[float]) -> None:
+    def begin(self, phase: int, flags: Sequence[float], *, samples: int | None = None) -> None:
         """Forget the last phase's numbers."""
+        # Each shard has a sample as long as there are some; so it is known without asking which shards a step has.
+        self._present = None if samples is None else min(samples, self._shards)
         self._flat = self._phases[phase]
         self._flat.forget()
         self._tree.clear()
@@ -151,22 +155,27 @@ class TreeReducer:
             for rank in range(self._world.world_size)
         ]
         self._world.wait_for_gradients()
+        result = buffers[0] if buffers else self._flat.take()
+        rounds: list[_Round] = []
+        if self._present is not None and self._world.world_size > 1:
+            # On its way while the numbers are: short steps feel each wait for a message.
+            rounds = self._rounds(buffers, result, self._nodes(everywhere, self._present))
+            for first in rounds[:1]:
+                first.scatter()
         totals, present, used = numbers.read(everywhere)
         self._row = numbers.carried
-        nodes = [nodes_of(of, present) for of in everywhere]
-        if [node for node, _ in self._tree] != nodes[self._world.rank]:
-            raise ValueError(
-                f"shards: found subtrees {[node for node, _ in self._tree]}, expected "
-                f"{nodes[self._world.rank]} of the {present} shards of the step"
-            )
-        result = buffers[0] if buffers else self._flat.take()
+        nodes = self._nodes(everywhere, present)
         if self._world.world_size == 1:
             for into, other in merges(nodes[0]):
                 buffers[into].add(buffers[other])
         else:
-            counts = [len(of) for of in nodes]
-            order = merges([node for of in nodes for node in of])
-            self._exchange(buffers, result, counts, order)
+            if self._present not in {None, present}:
+                raise ValueError(f"shards: found {present} in the step, expected {self._present}")
+            if not rounds:
+                rounds = self._rounds(buffers, result, nodes)
+                for first in rounds[:1]:
+                    first.scatter()
+            _exchange(rounds, merges([node for of in nodes for node in of]))
         self._world.has_gradients()
         self._flat.show(result, used)
         for buffer in buffers or [result]:
@@ -174,15 +183,22 @@ class TreeReducer:
         self._tree.clear()
         return totals
 
-    def _exchange(
-        self,
-        buffers: Sequence[Buffer],
-        result: Buffer,
-        counts: Sequence[int],
-        order: Sequence[tuple[int, int]],
-    ) -> None:
-        """Slices to their owners, the rest of the tree there, and the sums back to all."""
-        rounds = [
+    def _nodes(self, everywhere: Sequence[range], present: int) -> list[list[Node]]:
+        """The subtrees that each rank has of a step with so many shards."""
+        nodes = [nodes_of(of, present) for of in everywhere]
+        if [node for node, _ in self._tree] != nodes[self._world.rank]:
+            raise ValueError(
+                f"shards: found subtrees {[node for node, _ in self._tree]}, expected "
+                f"{nodes[self._world.rank]} of the {present} shards of the step"
+            )
+        return nodes
+
+    def _rounds(
+        self, buffers: Sequence[Buffer], result: Buffer, nodes: Sequence[Sequence[Node]]
+    ) -> list["_Round"]:
+        """The chunks that are to be exchanged; none of a phase without parameters."""
+        counts = [len(of) for of in nodes]
+        return [
             _Round(
                 sources=[buffer.flats[kind] for buffer in buffers],
                 result=result.flats[kind],
@@ -194,15 +210,17 @@ class TreeReducer:
             for kind in range(len(result.flats))
             for start, stop in self._flat.chunks(kind, self._chunk_bytes)
         ]
-        # The same order on all ranks, so that one process group is enough.
-        for number, this in enumerate(rounds):
-            if number == 0:
-                this.scatter()
-            if number + 1 < len(rounds):
-                rounds[number + 1].scatter()
-            this.gather(order)
-        for this in rounds:
-            this.wait()
+
+
+def _exchange(rounds: Sequence["_Round"], order: Sequence[tuple[int, int]]) -> None:
+    """Slices to their owners, of which the first are on their way, the rest of the tree there, and the sums back to all."""
+    # The same order on all ranks, so that one process group is enough.
+    for number, this in enumerate(rounds):
+        if number + 1 < len(rounds):
+            rounds[number + 1].scatter()
+        this.gather(order)
+    for this in rounds:
+        this.wait()
 
 
 def _double(value: Tensor | float) -> Tensor | float:

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S: Final = 0.5
 _POLL_S: Final = 0.05
-_NOISE: Final = re.compile(r"^\[/[^\]]*\]\s*|\s*(This (may|is) |GLHF).*$")
+_NOISE: Final = re.compile(r"\[/[^\]]*\]\s*|\s*(This (may|is) |GLHF).*$")
 """Of gloo's messages: where in its own source it was, and its good wishes."""
 _ENDS_AGENT: Final = (ExitCode.WRONG, ExitCode.ATTENTION, ExitCode.SUPERSEDED)
 

@@ -67,10 +67,10 @@ class Reducer(Protocol):
         """What a job's loss is given: the plain model, or the compiled one."""
         ...
 
-    def begin(self, phase: int, flags: Sequence[float]) -> None:
+    def begin(self, phase: int, flags: Sequence[float], *, samples: int | None = None) -> None:
         """Forget the last phase's numbers; `flags` are this rank's, to be summed as well.
 
-        The list is kept, and read with the last backward or at `finish`.
+        The list is kept, and read with the last backward or at `finish`. `samples` are those of the whole step, if known.
         """
         ...
 
@@ -189,7 +189,7 @@ class PlainReducer:
             self._first[len(self._ddps)] = FirstBackward((n, p) for n, p in named if p in own)
             self._ddps.append(ddp)
 
-    def begin(self, phase: int, flags: Sequence[float]) -> None:
+    def begin(self, phase: int, flags: Sequence[float], *, samples: int | None = None) -> None:  # noqa: ARG002
         """Forget the last phase's numbers; gradients are the optimizer's to clear."""
         self._phase = phase
         self._loss, self._count, self._flags = 0.0, 0.0, flags

@@ -104,6 +104,7 @@ def _lines(url: str, found: Mapping[str, Any]) -> Sequence[str]:
     if best is not None:
         lines.append(
             f"best {best['metric']} {best['value']} at step {best['step']}: {best['checkpoint']}"
+            + (" (when this generation began)" if "heard" in found else "")
         )
     lines += [
         f"generation {row['generation']}: W={row['world_size']}, steps {row['start_step']} to "

@@ -189,7 +189,7 @@ class Stepper:
         if self._buffers is not None:
             self._buffers.begin()
             told += self._buffers.flags
-        self._reducer.begin(index, told)
+        self._reducer.begin(index, told, samples=batch.size)
         with frozen(self._foreign[index]):
             self._accumulate(index, step, batch, told, kinds=len(flags))
         if self._buffers is not None:

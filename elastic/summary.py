@@ -147,6 +147,7 @@ def _journal_tail(store: Store, generation: int) -> dict[str, Any]:
     start: dict[str, Any] = {}
     last: dict[str, Any] = {}
     told: list[dict[str, Any]] = []
+    metrics: dict[str, Any] = {}
     for name in names[:1]:
         events = _events(store.get_range(name, 0, min(_TAIL_BYTES, store.size(name))))
         start = next((event for event in events if event.get("event") == "start"), {})
@@ -156,12 +157,14 @@ def _journal_tail(store: Store, generation: int) -> dict[str, Any]:
         events = _events(store.get_range(name, begin, size - begin))
         last = last or (events[-1] if events else {})
         told = [*(event for event in events if "spent" in event), *told]
+        evaluated = [event["metrics"] for event in events if "metrics" in event]
+        metrics = metrics or {"metrics": (evaluated or [{}])[-1]}
         # A checkpoint is told after the steps that were done beside it.
         if any(event.get("event") != "checkpoint" for event in told):
             break
     if told:
         last = {**told[-1], "step": max(int(event.get("step", 0)) for event in told)}
-    return {**{key: start[key] for key in ("began", "ready") if key in start}, **last}
+    return {**{key: start[key] for key in ("began", "ready") if key in start}, **metrics, **last}
 
 
 def _events(data: bytes) -> list[dict[str, Any]]:
@@ -286,17 +289,19 @@ def read(store: Store) -> dict[str, Any] | None:
 def catch_up(store: Store, found: Mapping[str, Any]) -> dict[str, Any]:
     """A running run's summary, of its generation's start, with what the journal tells since; `heard` is when, in Unix time.
 
-    Steps, epochs, lost steps, goodput and the generations are brought up to date, the rest stays.
+    Steps, epochs, metrics, lost steps, goodput and the generations are brought up to date, the rest stays.
     """
     number = int(found["generation"])
     rows = past_rows(store, number + 1)
     if not rows or rows[-1].generation != number:
         return dict(found)
     step, heard = rows[-1].end_step, rows[-1].ended
+    tail = _journal_tail(store, number)
     return {
         **found,
         "steps": step,
-        "epochs": _journal_tail(store, number).get("epoch", found["epochs"]),
+        "epochs": tail.get("epoch", found["epochs"]),
+        "metrics": tail.get("metrics") or found["metrics"],
         "lost_steps": max(0, sum(row.end_step - row.start_step for row in rows) - step),
         "goodput": goodput(rows, step, heard),
         "generations": [row.public() for row in rows],

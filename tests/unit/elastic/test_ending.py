@@ -104,6 +104,8 @@ def ending_of(
         (CollectiveError("sum: a peer is gone"), 1, "rank 0 lost a peer at step 3: sum: a peer is gone\n", "collective"),
         (RuntimeError("[/src/gloo/pair.cc:537] Read error [::1]:8: Connection reset by peer. This is typically GLHF!"), 1,
          "rank 0 lost a peer at step 3: Read error [::1]:8: Connection reset by peer.\n", "collective"),
+        (CollectiveError("gather: a peer is gone: [/src/gloo/pair.cc:553] Connection closed"), 1,
+         "rank 0 lost a peer at step 3: gather: a peer is gone: Connection closed\n", "collective"),
         (KeyboardInterrupt(), 1, "", "ended"),
     ],
 )  # fmt: skip

@@ -164,6 +164,9 @@ def test_status_of_a_running_run_is_what_its_journal_tells(
     progress = begin(second, store, generation=2, step=4)
     for _ in range(3):
         do_step(second, progress, [1])
+    second.event(
+        "eval", step=progress.step, epoch=0, metrics={"accuracy": 0.5}, spent=second.ledger.totals()
+    )
     second.flush()
     assert read_summary(store)["steps"] == 4
     capsys.readouterr()
@@ -173,6 +176,7 @@ def test_status_of_a_running_run_is_what_its_journal_tells(
         r".*: running, generation 2, epoch 0, step 7, as of [0-9.]+ s ago", lines[0]
     )
     assert lines[1].startswith("restarts 1, lost steps 1, goodput ")
+    assert lines[2] == "accuracy 0.5"
     assert [line.partition(", fresh")[0].partition(", store")[0] for line in lines[-2:]] == [
         "generation 1: W=2, steps 0 to 5",
         "generation 2: W=2, steps 4 to 7",
