@@ -1,6 +1,7 @@
 """`python -m elastic launch`: its exit codes, its lines, its first workers, and what it does when a host is lost."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.support.cluster import Cluster
 from tests.support.launched import LAUNCH, launch, said, two_nodes
 from tests.support.object_stores import S3Server, s3_server
 from tests.support.soaking import soaked
+from tests.support.tools import missing
 
 __all__ = ["s3_server"]
 
@@ -111,6 +113,33 @@ def test_closed_streams_change_nothing(cluster: Cluster, closed: str) -> None:
         "worker killed (SIGKILL, rank 1)",
     ]
     assert_each_sample_once(cluster.url, 40, 1)
+
+
+def test_c16_a_name_that_does_not_resolve_is_one_line(cluster: Cluster) -> None:
+    if os.geteuid() != 0:
+        missing("needs a network namespace: root")
+    words = [
+        "--nnodes=1:2",
+        f"--rdzv_endpoint=10.1.2.3:{cluster.port}",
+        *cluster.run_arguments(tracer(), SHORT),
+    ]
+    alone = [
+        "unshare",
+        "--uts",
+        "--net",
+        "sh",
+        "-c",
+        'ip link set lo up; ip addr add 10.1.2.3 dev lo; hostname nowhere.invalid; exec "$@"',
+        "sh",
+    ]
+    agent = cluster.spawn([*alone, *LAUNCH, *words])
+    assert agent.wait(60) == 1
+    (line,) = said(agent)
+    assert "a host name does not resolve" in line
+    assert "this node's own, nowhere.invalid;" in line
+    assert "Traceback" not in agent.output(), agent.tail()
+    agent = cluster.spawn([*alone, *LAUNCH, "--rdzv_conf=is_host=1", *words])
+    assert agent.wait(60) == 0, agent.tail()
 
 
 @pytest.mark.parametrize(
