@@ -338,7 +338,9 @@ class Hub:
             )
             return
         if record.complaints != self._record.complaints:
-            logger.warning("rendezvous: %d nodes cannot reach this leader", len(record.complaints))
+            count = len(record.complaints)
+            nodes = "1 node" if count == 1 else f"{count} nodes"
+            logger.warning("rendezvous: %s cannot reach this leader", nodes)
         beat = max(record.beat, self._record.beat)
         self._record = dataclasses.replace(self._record, beat=beat, complaints=record.complaints)
         self._tag = tag

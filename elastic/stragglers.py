@@ -23,7 +23,8 @@ _SLOW: Final = 1.3
 _FAST: Final = 1.15
 """A rank is slow from so many times what the others take, and no more from below so many."""
 _LEAST_S: Final = 0.002
-"""Less than this is nobody's concern."""
+_LEAST_SHARE: Final = 0.03
+"""Less than this, and less than this share of a step, is nobody's concern."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,12 +106,14 @@ class Paces:
         now = self._clock()
         if len(self._rows) < _LOOK_STEPS or now - self._since < _LOOK_S:
             return
+        step_s = (now - self._since) / len(self._rows)
+        least_s = max(_LEAST_S, _LEAST_SHARE * step_s)
         medians = [statistics.median(column) for column in zip(*self._rows, strict=True)]
         self._rows, self._since = [], now
         usual = statistics.median_low(medians)
         for rank, seconds in enumerate(medians):
             times = _FAST if rank in self._slow else _SLOW
-            is_slow = seconds > times * usual and seconds - usual > _LEAST_S
+            is_slow = seconds > times * usual and seconds - usual > least_s
             if is_slow == (rank in self._slow):
                 continue
             (self._slow.add if is_slow else self._slow.discard)(rank)

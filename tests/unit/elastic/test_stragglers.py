@@ -46,6 +46,12 @@ def test_a_ranks_own_seconds_leave_its_wait_out() -> None:
     assert paces(size=1)[0].told() == ()
 
 
+def test_what_is_little_of_a_step_is_not_told() -> None:
+    found, clock, _ = paces()
+    assert judged(found, clock, 0.02, 0.02, 0.03) == []
+    assert judged(found, clock, 0.02, 0.02, 0.04) != []
+
+
 def test_a_slow_rank_is_told_once_and_again_when_it_is_not_slow_any_more() -> None:
     found, clock, _ = paces()
     found.shards = lambda rank: (rank, rank + 3)
