@@ -2,7 +2,8 @@
 
 Guarantees: the workers are stopped once, with SIGTERM, whatever it was that came, so that they save; a second signal never
 breaks that off, and the third one makes an end of it; what was ignored when the launcher began, as under nohup, stays so.
-Does not import torch.
+No signal is lost: one that comes while libraries are imported ends the process there and then, and an exception that some
+library swallows is raised again. Does not import torch.
 """
 
 import contextlib
@@ -10,21 +11,20 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from elastic.errors import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-__all__ = ["Hearing", "ToldError", "say", "workers"]
+__all__ = ["Hearing", "say", "workers"]
 
 _IMPATIENT: Final = 3
+_INSIST_S: Final = 0.5
 _STOPPING: Final = frozenset({"_shutdown", "_tell_signal"})
 """Where torch's agent stops its workers, and where we look what they ended with."""
-
-
-class ToldError(Exception):
-    """Raised when the launcher is told to end before torch, whose own exception it is afterwards, is there."""
 
 
 class Hearing:
@@ -32,8 +32,9 @@ class Hearing:
 
     def __init__(self) -> None:
         self._count = 0
-        self.exception: Callable[[], Exception] = ToldError
-        """Makes what is raised, in the middle of whatever is being done."""
+        self._raised: Exception | None = None
+        self.exception: Callable[[], Exception] | None = None
+        """Makes what is raised, in the middle of whatever is being done; None: nothing has begun, and the process ends."""
         self.notice: Callable[[str], bool] = lambda _: False
         """What is done at SIGUSR1 and SIGUSR2, with the signal's name; whether the launcher itself is to end."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
@@ -41,6 +42,11 @@ class Hearing:
                 signal.signal(number, self._end)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._notice)
+        signal.signal(signal.SIGALRM, self._insist)
+
+    def settle(self) -> None:
+        """What was raised has arrived where it belongs, or there is nobody left to hear it."""
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def _end(self, number: int, frame: "FrameType | None") -> None:
         self._count += 1
@@ -50,13 +56,43 @@ class Hearing:
                     os.kill(pid, signal.SIGKILL)
         elif self._count > 1 and number == signal.SIGINT:
             say("SIGINT: saving; once more to end at once")
-        # While torch stops the workers another exception would break that off. Else torch has lost the one before.
-        if not _is_stopping(frame):
-            raise self.exception()
+        self._break_off(frame)
 
     def _notice(self, number: int, frame: "FrameType | None") -> None:
-        if self.notice(signal.Signals(number).name) and not _is_stopping(frame):
-            raise self.exception()
+        if self.notice(signal.Signals(number).name):
+            self._break_off(frame)
+
+    def _break_off(self, frame: "FrameType | None") -> None:
+        # While torch stops the workers another exception would break that off. Else torch has lost the one before.
+        if _is_stopping(frame):
+            return
+        if self.exception is None:
+            _end_at_once()
+        signal.setitimer(signal.ITIMER_REAL, _INSIST_S, _INSIST_S)
+        self._raised = self.exception()
+        raise self._raised
+
+    def _insist(self, _number: int, frame: "FrameType | None") -> None:
+        """Raise again what a destructor or an `except Exception` on its way has swallowed."""
+        if _is_stopping(frame) or self.exception is None:
+            self.settle()
+        elif not _is_handled(self._raised):
+            self._raised = self.exception()
+            raise self._raised
+
+
+def _end_at_once() -> "NoReturn":
+    """Nothing has begun, and no library may be asked to clean up: one of them is half imported."""
+    os.write(2, b"launch: told to end before anything began\n")
+    os._exit(ExitCode.PREEMPTED)
+
+
+def _is_handled(error: BaseException | None) -> bool:
+    """Whether an exception is on its way through a `finally` or an `except` just now."""
+    seen = sys.exc_info()[1]
+    while seen is not None and seen is not error:
+        seen = seen.__context__
+    return seen is not None
 
 
 def _is_stopping(frame: "FrameType | None") -> bool:

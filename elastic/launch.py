@@ -25,7 +25,7 @@ from elastic.agent import agent_of, node_folder
 from elastic.config import describe_settings, parse_arguments, read_settings
 from elastic.entry import set_up_logging
 from elastic.errors import ConfigError, ElasticError, ExitCode, StartError
-from elastic.hearing import Hearing, ToldError, say, workers
+from elastic.hearing import Hearing, say, workers
 from elastic.hook import SHARED, failures
 from elastic.launching import MAX_RESTARTS, MONITOR_INTERVAL_S, Launch, complete, split
 from elastic.monitor import present_faults
@@ -86,9 +86,8 @@ def launch(argv: Sequence[str]) -> int:
     except StartError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.code
-    except ToldError:
-        say("told to end before anything began")
-        return ExitCode.PREEMPTED
+    finally:
+        hearing.settle()
 
 
 class Launcher:
@@ -187,6 +186,7 @@ class Launcher:
                     return code
                 time.sleep(_AGAIN_S)
         except SignalException:
+            self._hearing.settle()
             return self._tell_signal()
 
     def _run_agent(self, options: "argparse.Namespace") -> ExitCode | None:

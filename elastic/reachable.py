@@ -66,6 +66,19 @@ def look_at_name(local_addr: str | None) -> Finding:
     return Finding(kind="ok", what="host name", told=f"{name!r} is {known[0]}")
 
 
+def look_at_own_name(endpoint: str) -> list[Finding]:
+    """Whether torch's c10d, which looks this host's own name up to see who holds the store, finds an address; what is wrong."""
+    own = socket.gethostname()
+    host = endpoint.rpartition(":")[0] if _has_port(endpoint) else endpoint
+    if host in {own, "localhost", "127.0.0.1", "[::1]", "::1"} or _resolve(own):
+        return []
+    told = (
+        f"{own!r}, this node's own name, does not resolve on it, and c10d looks it up: give it an address (/etc/hosts), or start"
+        f" the node of --rdzv_endpoint with --rdzv_conf=is_host=1 and the others with is_host=0, {_OR_FSSPEC}"
+    )
+    return [Finding(kind="wrong", what="host name", told=told)]
+
+
 def look_at_peers(names: Sequence[str]) -> list[Finding]:
     """Whether each other node's name resolves on this host."""
     findings = []

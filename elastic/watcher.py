@@ -10,6 +10,7 @@ else with the workers that it has watched.
 import os
 import select
 import signal
+import sys
 import time
 
 from elastic.beats import Pulse, read_pulse, slots_in
@@ -66,6 +67,8 @@ class Watcher:
         self._folder, self._agent, self._starter = folder, agent, starter
         self._workers: dict[str, Seen] = {}
         self._told: set[str] = set()
+        self._dumps: dict[str, str] = {}
+        """The stacks that were asked last: a second request could find a worker elsewhere, woken by the first."""
         self._began = time.monotonic()
         self._asked = 0.0
 
@@ -102,6 +105,7 @@ class Watcher:
 
     def _find(self) -> list[Seen]:
         """Who hangs; what only its stack tells is asked before anybody is accused."""
+        self._dumps.clear()
         workers = list(self._workers.values())
         for seen in workers:
             if is_overdue(seen):
@@ -120,9 +124,11 @@ class Watcher:
             seen.excused = in_collective(frames_of(dumps[seen.pulse.path]))
 
     def _dump(self, workers: list[Seen]) -> dict[str, str]:
-        files = {seen.pulse.path: seen.pulse.path + STACKS for seen in workers}
-        found = ask_stacks([seen.pulse.pid for seen in workers], list(files.values()))
-        return {path: found[file] for path, file in files.items()}
+        asked = [seen.pulse for seen in workers if not self._dumps.get(seen.pulse.path)]
+        files = {pulse.path: pulse.path + STACKS for pulse in asked}
+        found = ask_stacks([pulse.pid for pulse in asked], list(files.values()))
+        self._dumps |= {path: found[file] for path, file in files.items()}
+        return {seen.pulse.path: self._dumps[seen.pulse.path] for seen in workers}
 
     def _end(self, hung: list[Seen]) -> None:
         """Tell everything, then end the ones that hang, and see that the generation ends."""
@@ -137,6 +143,10 @@ class Watcher:
         workers = list(self._workers.values())
         stopped = [seen.pulse.path for seen in workers if state_of(seen.pulse.pid) == "T"]
         dumps = self._dump(workers)
+        self._look(0.0)
+        hung = self._still(hung)
+        if not hung:
+            return
         children = {seen.pulse.path: family_of(seen.pulse.pid) for seen in hung}
         shown = dict(dumps)
         for path, pids in children.items():
@@ -147,6 +157,17 @@ class Watcher:
             self._told.add(seen.pulse.path)
             kill(seen.pulse, children[seen.pulse.path])
         self._see_off(note_end)
+
+    def _still(self, hung: list[Seen]) -> list[Seen]:
+        """Who hangs yet: the request for its stack ends a call in C such as sleep, and the worker goes on."""
+        for seen in hung:
+            if not is_overdue(seen):
+                rank, step = seen.pulse.rank, seen.pulse.step
+                sys.stderr.write(
+                    f"rank {rank} goes on in step {step}: it was asked for its stack, as nothing was heard of it for long\n"
+                )
+                sys.stderr.flush()
+        return [seen for seen in hung if is_overdue(seen)]
 
     def _end_vain(self, now: float) -> None:
         """End who waits for a node that is gone, once the agent has said so: no reset will come from there."""
