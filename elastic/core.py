@@ -346,7 +346,7 @@ class Run(Saves):
         """Where the time is nearly up it is a notice to this node."""
         save_s = None if self._saver is None else self._saver.took_s
         if self._limit is not None and self._limit.is_near(save_s, together=together):
-            self._session.signals.note("train.stop_before: the time is nearly up")
+            self._session.signals.note(f"{self.limited_by}: the time is nearly up")
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Write down an evaluation of the present step. Every rank."""

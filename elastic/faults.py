@@ -37,6 +37,7 @@ _OWN_FOLDERS: Final = tuple(
     f"{Path(__file__).resolve().parent.parent / name}{os.sep}"
     for name in ("elastic", "checkpoints")
 )
+_TORCH: Final = re.compile(r"/(site|dist)-packages/torch/")
 _COLLECTIVE: Final = re.compile(
     r"gloo|NCCL|ProcessGroup|Connection (closed|reset) by peer|Broken pipe|Connection refused"
     r"|Socket Timeout|wait timeout|monitoredBarrier|DistStore|recvValue failed",
@@ -143,16 +144,16 @@ def is_collective(error: BaseException) -> bool:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback without the runner's own frames above the user's code."""
+    """The traceback without the frames of the runner, and of torch that it calls, above the user's code."""
     kept = error.__traceback__
-    while kept is not None and _is_ours(kept.tb_frame.f_code.co_filename):
+    while kept is not None and _is_between(kept.tb_frame.f_code.co_filename):
         kept = kept.tb_next
     shown: TracebackType | None = kept or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, shown)).rstrip()
 
 
-def _is_ours(filename: str) -> bool:
-    return str(Path(filename).resolve()).startswith(_OWN_FOLDERS)
+def _is_between(filename: str) -> bool:
+    return bool(_TORCH.search(filename)) or str(Path(filename).resolve()).startswith(_OWN_FOLDERS)
 
 
 def say_once(folder: Path, text: str, *, key: str | None = None, fresh: bool = False) -> bool:

@@ -74,7 +74,7 @@ class Generation:
             environ=os.environ,
         )
         if self._limit is not None and self._limit.left_s <= 0:
-            session.signals.note("train.stop_before: the time is up")
+            session.signals.note(f"{self.limited_by}: the time is up")
         if session.signals.notice:
             raise PreemptedError("told to leave before this start; what is saved stays")
         self._notices = Notices(setup.notices, session.folder, os.environ)
@@ -195,6 +195,11 @@ class Generation:
             audit=self._setup.audit,
         )
         self._records.faults(faults)
+
+    @property
+    def limited_by(self) -> str:
+        """The setting that a limit of time comes from."""
+        return "notices" if self._setup.stop_before is None else "train.stop_before"
 
     def attach(self, *, model: nn.Module, **objects: Any) -> None:
         """Take the objects that make up the state, as code and config just made them."""

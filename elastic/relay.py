@@ -185,15 +185,21 @@ def _relay(sock: "_socket.socket", agent: int) -> str:
         came.append(number)
 
     # The number goes out where the kernel hands the signal over. A Python handler alone could come too late: one that
-    # arrives just before a blocking call is not handled until that returns.
+    # arrives just before a blocking call is not handled until that returns. Through a pipe, since the socket's other end may
+    # be gone by then.
     sock.setblocking(False)
-    signal.set_wakeup_fd(sock.fileno(), warn_on_full_buffer=False)
+    woken, wakes = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     before = {}
     for number in RELAYED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, handler)
-    told = _hear(sock)
+    told = _hear(sock, woken)
     signal.set_wakeup_fd(-1)
+    os.close(woken)
+    os.close(wakes)
     if told[:1] == ENDED:
         _end_as(int.from_bytes(told[1:], "little"))
     if not told:
@@ -210,18 +216,23 @@ def _relay(sock: "_socket.socket", agent: int) -> str:
     return _reason(told)
 
 
-def _hear(sock: "_socket.socket") -> bytes:
-    """Wait for the warm process's last word; empty where it is gone without."""
+def _hear(sock: "_socket.socket", woken: int) -> bytes:
+    """Wait for the warm process's last word, and pass on what comes meanwhile; empty where it is gone without."""
     told = b""
     warm, stopped = peer_of(sock)[0], 0
     poll = select.poll()
     poll.register(sock.fileno(), select.POLLIN)
+    poll.register(woken, select.POLLIN)
     while not (told[:1] == ENDED and len(told) == 5):
         try:
-            if not poll.poll(_LOOK_MS):
+            ready = poll.poll(_LOOK_MS)
+            if not ready:
                 stopped = stopped + 1 if _is_stopped(warm) else 0
                 if stopped == _STOPPED_LOOKS:
                     _continue(warm)
+                continue
+            if any(number == woken for number, _ in ready):
+                _pass_on(sock, os.read(woken, 64))
                 continue
             more = sock.recv(1024)
         except BlockingIOError:
@@ -232,6 +243,13 @@ def _hear(sock: "_socket.socket") -> bytes:
             break
         told += more
     return told
+
+
+def _pass_on(sock: "_socket.socket", numbers: bytes) -> None:
+    try:
+        sock.send(numbers)
+    except OSError:
+        return  # the worker has ended; how, is still to be read
 
 
 def _is_stopped(pid: int) -> bool:

@@ -151,9 +151,13 @@ def in_collective(frames: list[tuple[str, int, str]]) -> bool:
     return any(part in file for file, _, _ in frames[:_DEPTH] for part in _COLLECTIVES)
 
 
-def where_of(frames: list[tuple[str, int, str]], foreign: tuple[str, ...]) -> str:
-    """Name the innermost line that is none of a library's, as file:line; else the innermost at all."""
-    for file, line, _ in frames:
+def where_of(
+    frames: list[tuple[str, int, str]],
+    foreign: tuple[str, ...],
+    children: list[tuple[str, int, str]] | None = None,
+) -> str:
+    """Name the innermost line that is none of a library's, as file:line; else one of a child's, else the innermost at all."""
+    for file, line, _ in (*frames, *(children or ())):
         if not file.startswith((*foreign, "<")) and "/site-packages/" not in file:
             return f"{file}:{line}"
     return f"{frames[0][0]}:{frames[0][1]}" if frames else ""

@@ -73,14 +73,21 @@ def doing(seen: Seen) -> str:
     return "waits for others" if seen.waits else "is at work"
 
 
-def note_hang(seen: Seen, dump: str, *, is_stopped: bool) -> None:
-    """Write the cause into the worker's slot, for those who come after it; what it has told itself stays."""
+def note_hang(seen: Seen, dump: str, children: str, *, is_stopped: bool) -> None:
+    """Write the cause into the worker's slot, for those who come after it; what it has told itself stays.
+
+    Args:
+        seen: The worker.
+        dump: Its stacks.
+        children: Those of its loader workers, where it may wait for one of them.
+        is_stopped: Whether it was stopped by a signal.
+    """
     frames = frames_of(dump)
     why = "stopped" if is_stopped else "no peer came" if seen.waits else "no sign of life"
     first = f"{why} for {seen.idle_s:.0f} s"
     shown = [f"{file}:{line} in {function}" for file, line, function in frames[:_FRAMES]]
     fault = _fault(seen.pulse, "hung", "\n".join([first, *shown])[:_MESSAGE])
-    where = where_of(frames, _FOREIGN)
+    where = where_of(frames, _FOREIGN, frames_of(children))
     _write(seen.pulse, Fault.from_json({**fault.to_json(), "where": where or None}))
 
 

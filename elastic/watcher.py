@@ -148,14 +148,17 @@ class Watcher:
         if not hung:
             return
         children = {seen.pulse.path: family_of(seen.pulse.pid) for seen in hung}
-        shown = dict(dumps)
-        for path, pids in children.items():
-            shown[path] += ask_stacks(pids, [path + STACKS])[path + STACKS] if pids else ""
+        beside = {
+            path: ask_stacks(pids, [path + STACKS])[path + STACKS] if pids else ""
+            for path, pids in children.items()
+        }
+        shown = {path: dump + beside.get(path, "") for path, dump in dumps.items()}
         tell(hung, workers, shown, stopped, most=_SHOWN_BYTES)
         for seen in hung:
-            note_hang(seen, dumps[seen.pulse.path], is_stopped=seen.pulse.path in stopped)
-            self._told.add(seen.pulse.path)
-            kill(seen.pulse, children[seen.pulse.path])
+            path = seen.pulse.path
+            note_hang(seen, dumps[path], beside[path], is_stopped=path in stopped)
+            self._told.add(path)
+            kill(seen.pulse, children[path])
         self._see_off(note_end)
 
     def _still(self, hung: list[Seen]) -> list[Seen]:

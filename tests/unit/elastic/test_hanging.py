@@ -78,3 +78,5 @@ def test_a_stack_tells_the_users_line_and_whether_it_waits_in_a_collective() -> 
     assert where_of(frames, ("/usr/lib/python3.11",)) == "/home/me/job.py:12"
     assert where_of(frames[:2], ("/usr/lib",)).endswith("distributed_c10d.py:4")
     assert where_of([], ()) == ""
+    # One that waits for its loader worker is where that one is.
+    assert where_of(frames[:2], ("/usr/lib",), frames) == "/home/me/job.py:12"
