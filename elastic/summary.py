@@ -193,6 +193,7 @@ def build(
     bits_until: int | None = None,
 ) -> dict[str, Any]:
     """The content of summary.json; `rows` ends with the generation that writes it."""
+    rows = _reached(rows)
     done = sum(row.end_step - row.start_step for row in rows)
     seconds = _seconds(rows, _kept(rows, progress.step), now)
     best = progress.best
@@ -223,6 +224,14 @@ def build(
         "seconds": {use: round(spent, 3) for use, spent in seconds.items()},
         "faults": [dict(fault) for fault in faults],
     }
+
+
+def _reached(rows: Sequence[Row]) -> list[Row]:
+    """A generation came at least as far as what a later one began from: the journal's last part may have died with it."""
+    steps: dict[int, int] = {}
+    for parent in (CheckpointName.parse(row.parent) for row in rows if row.parent is not None):
+        steps[parent.generation] = max(parent.step, steps.get(parent.generation, 0))
+    return [replace(row, end_step=max(row.end_step, steps.get(row.generation, 0))) for row in rows]
 
 
 def goodput(rows: Sequence[Row], step: int, now: float) -> float:
@@ -295,6 +304,7 @@ def catch_up(store: Store, found: Mapping[str, Any]) -> dict[str, Any]:
     rows = past_rows(store, number + 1)
     if not rows or rows[-1].generation != number:
         return dict(found)
+    rows = _reached(rows)
     step, heard = rows[-1].end_step, rows[-1].ended
     tail = _journal_tail(store, number)
     return {

@@ -49,6 +49,19 @@ def test_undisturbed_run_has_lost_nothing() -> None:
     }  # fmt: skip
 
 
+def test_a_generation_reaches_what_the_next_began_from_though_its_journal_ends_before() -> None:
+    rows = [
+        row(1, 0, 0, None, 0),
+        row(2, 1, 1, "000001-000000000001", 30),
+        row(3, 3, 9, "000002-000000000003", 60),
+    ]
+    found = build(rows, 9, 80.0)
+    public = found["generations"]
+    assert isinstance(public, list)
+    assert [(one["start_step"], one["end_step"]) for one in public] == [(0, 1), (1, 3), (3, 9)]
+    assert found["lost_steps"] == 0
+
+
 def test_walk_back_over_two_generations_loses_all_that_is_not_in_the_lineage() -> None:
     found = build(walk_back(), 20, 65.0)
     # Generation 1 gave its first 6 of 12 steps, generation 2 none of its 8, generation 3 all of its 14.
