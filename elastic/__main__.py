@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from checkpoints.errors import CheckpointError
+from checkpoints.question import read_options
 from checkpoints.terminal import PIPE_CLOSED, open_output
 from elastic.drill import add_arguments, drill
 from elastic.errors import ElasticError, ExitCode
@@ -59,7 +60,7 @@ def _ask(argv: Sequence[str]) -> int:
         return ExitCode.WRONG
     found = _parser().parse_args(argv)
     try:
-        options = dict(_pair(text) for text in found.option)
+        options = read_options(found.option)
         if found.command == "rollback":
             return rollback(found.url, options, to=found.to, force=found.force)
         code = status(found.url, options, as_json=found.json)
@@ -106,16 +107,9 @@ def _parser() -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="KEY=VALUE",
-            help="an argument of the fsspec file system",
+            help="an argument of the fsspec file system; a.b=value for one inside another, JSON for anything but text",
         )
     return parser
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise ValueError(f"--option: found {text!r}, expected key=value")
-    return key, value
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from elastic.world import World, start_world
 
 _NOTE = re.compile(
     r"INFO elastic\.saving: checkpoint\.tier\.memory: every \S+ \S+ now: a save costs "
-    r"|INFO elastic\.keeping: /dev/shm/\S+: its run is over; removed$"
+    r"|INFO elastic\.keeping: /dev/shm/\S+: its (run|launch) is over; removed$"
 )
 
 

@@ -46,6 +46,20 @@ def test_each_status_has_its_code(
     assert capsys.readouterr().err == ""
 
 
+def test_options_may_be_nested_and_of_any_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "elastic.__main__.status", lambda _url, options, **_: seen.append(options) or 0
+    )
+    words = ["client_kwargs.region_name=us-east-1", "use_ssl=false", "secret=123"]
+    assert main(["status", str(tmp_path), *(w for word in words for w in ("--option", word))]) == 0
+    assert seen == [
+        {"client_kwargs": {"region_name": "us-east-1"}, "use_ssl": False, "secret": "123"}
+    ]
+
+
 def test_lines_tell_where_the_run_stands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
