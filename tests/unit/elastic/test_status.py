@@ -50,9 +50,12 @@ def test_options_may_be_nested_and_of_any_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(
-        "elastic.__main__.status", lambda _url, options, **_: seen.append(options) or 0
-    )
+
+    def note(_url: str, options: Any, **_: Any) -> int:
+        seen.append(options)
+        return 0
+
+    monkeypatch.setattr("elastic.__main__.status", note)
     words = ["client_kwargs.region_name=us-east-1", "use_ssl=false", "secret=123"]
     assert main(["status", str(tmp_path), *(w for word in words for w in ("--option", word))]) == 0
     assert seen == [
