@@ -144,7 +144,7 @@ class Watcher:
         stopped = [seen.pulse.path for seen in workers if state_of(seen.pulse.pid) == "T"]
         dumps = self._dump(workers)
         self._look(0.0)
-        hung = self._still(hung)
+        hung = self._still(hung, stopped)
         if not hung:
             return
         children = {seen.pulse.path: family_of(seen.pulse.pid) for seen in hung}
@@ -161,16 +161,20 @@ class Watcher:
             kill(seen.pulse, children[path])
         self._see_off(note_end)
 
-    def _still(self, hung: list[Seen]) -> list[Seen]:
-        """Who hangs yet: the request for its stack ends a call in C such as sleep, and the worker goes on."""
+    def _still(self, hung: list[Seen], stopped: list[str]) -> list[Seen]:
+        """Who hangs yet: the request for its stack ends a call in C such as sleep, and the worker goes on.
+
+        One that was stopped has been continued for the request alone, and its stub has not.
+        """
+        still = [seen for seen in hung if is_overdue(seen) or seen.pulse.path in stopped]
         for seen in hung:
-            if not is_overdue(seen):
+            if seen not in still:
                 rank, step = seen.pulse.rank, seen.pulse.step
                 sys.stderr.write(
                     f"rank {rank} goes on in step {step}: it was asked for its stack, as nothing was heard of it for long\n"
                 )
                 sys.stderr.flush()
-        return [seen for seen in hung if is_overdue(seen)]
+        return still
 
     def _end_vain(self, now: float) -> None:
         """End who waits for a node that is gone, once the agent has said so: no reset will come from there."""

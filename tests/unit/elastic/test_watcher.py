@@ -41,6 +41,7 @@ HANGS = {
     "spins": "while True: pass",
     "holds Python's lock": "while True: ctypes.PyDLL(None).sleep(60)",
     "is stopped": "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)",
+    "is stopped, and would go on": f"os.kill(os.getpid(), signal.SIGSTOP)\n    {WORKS}",
     "is stopped while it waits": "slot.wait(60); os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)",
 }
 
