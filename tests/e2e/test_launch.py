@@ -93,7 +93,9 @@ def test_told_to_end_when_its_workers_have_just_begun_it_says_so(cluster: Cluste
     cluster.until(lambda: [*folders.glob("elastic-trainer-*/*/slot-*.crash")], "a worker's place")
     agent.signal(signal.SIGTERM)
     assert agent.wait(40) == 75, agent.tail()
-    assert said(agent) == ["launch: told to end before there was anything new to save"]
+    (line,) = [line for line in agent.output().splitlines() if "told to " in line]
+    # A busy machine may have let them come to a step by then.
+    assert line == "launch: told to end before there was anything new to save" or "is saved" in line
 
 
 @pytest.mark.parametrize("closed", [*soaked(">&-"), ">&- 2>&- <&-"])
