@@ -12,7 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Final
 
-__all__ = ["STATUS", "Pulse", "read_pulse", "slots_in"]
+__all__ = ["STATUS", "Pulse", "read_pulse", "slots_in", "write_status"]
 
 SIZE: "Final" = 4096
 HEAD: "Final" = struct.Struct("<8sqqqqqqd16s")
@@ -88,3 +88,14 @@ def slots_in(folder: str) -> list[str]:
         if parts[0] == "slot" and len(parts) == 4 and all(part.isdigit() for part in parts[1:]):
             found.append(f"{folder}/{name}")
     return sorted(found)
+
+
+def write_status(folder: str, pid: int, status: int) -> None:
+    """Tell those who come after a worker how it has ended, should it not have told that itself."""
+    for slot in slots_in(folder):
+        if slot.split("-")[-2] == str(pid):
+            try:
+                with open(slot + STATUS, "w", encoding="ascii") as file:
+                    file.write(str(status))
+            except OSError:
+                continue

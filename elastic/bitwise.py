@@ -159,9 +159,7 @@ class TreeReducer:
         rounds: list[_Round] = []
         if self._present is not None and self._world.world_size > 1:
             # On its way while the numbers are: short steps feel each wait for a message.
-            rounds = self._rounds(buffers, result, self._nodes(everywhere, self._present))
-            for first in rounds[:1]:
-                first.scatter()
+            rounds = self._send_first(buffers, result, self._nodes(everywhere, self._present))
         totals, present, used = numbers.read(everywhere)
         self._row = numbers.carried
         nodes = self._nodes(everywhere, present)
@@ -171,10 +169,7 @@ class TreeReducer:
         else:
             if self._present not in {None, present}:
                 raise ValueError(f"shards: found {present} in the step, expected {self._present}")
-            if not rounds:
-                rounds = self._rounds(buffers, result, nodes)
-                for first in rounds[:1]:
-                    first.scatter()
+            rounds = rounds or self._send_first(buffers, result, nodes)
             _exchange(rounds, merges([node for of in nodes for node in of]))
         self._world.has_gradients()
         self._flat.show(result, used)
@@ -193,12 +188,12 @@ class TreeReducer:
             )
         return nodes
 
-    def _rounds(
+    def _send_first(
         self, buffers: Sequence[Buffer], result: Buffer, nodes: Sequence[Sequence[Node]]
     ) -> list["_Round"]:
-        """The chunks that are to be exchanged; none of a phase without parameters."""
+        """The chunks that are to be exchanged, the first on its way; none of a phase without parameters."""
         counts = [len(of) for of in nodes]
-        return [
+        rounds = [
             _Round(
                 sources=[buffer.flats[kind] for buffer in buffers],
                 result=result.flats[kind],
@@ -210,6 +205,9 @@ class TreeReducer:
             for kind in range(len(result.flats))
             for start, stop in self._flat.chunks(kind, self._chunk_bytes)
         ]
+        for first in rounds[:1]:
+            first.scatter()
+        return rounds
 
 
 def _exchange(rounds: Sequence["_Round"], order: Sequence[tuple[int, int]]) -> None:

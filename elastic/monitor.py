@@ -100,11 +100,12 @@ class Slot:
         self.beat(0, "start")
         self._crash_file: IO[str] = path.with_suffix(".crash").open("w", encoding="utf-8")
         faulthandler.enable(self._crash_file, all_threads=False)
-        self._marks: dict[str, IO[str]] = {}
+        self._marks: list[IO[str]] = []
         for name in _DEADLY:
             if signal.getsignal(signal.Signals[name]) is not signal.SIG_DFL:
                 continue
-            mark = self._marks[name] = path.with_suffix(f".{name}").open("w", encoding="utf-8")
+            mark = path.with_suffix(f".{name}").open("w", encoding="utf-8")
+            self._marks.append(mark)
             # In C, so that it also works while an import keeps Python busy; then the default action ends us. A handler
             # that Python code sets later takes its place, and tells of the signal by `end`.
             faulthandler.register(signal.Signals[name], mark, all_threads=False, chain=True)

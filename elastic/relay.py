@@ -94,7 +94,7 @@ def _find_folder(environ: "Mapping[str, str]", agent: int) -> str | None:
     """Find the private folder of this agent (`elastic.agent.node_folder`) if a warm process listens in it."""
     try:
         boot = _read("/proc/sys/kernel/random/boot_id")[:8]
-        start = _read(f"/proc/{agent}/stat").rpartition(")")[2].split()[19]
+        start = _stat(agent)[19]
     except (OSError, IndexError):
         return None
     given = [environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
@@ -109,6 +109,11 @@ def _find_folder(environ: "Mapping[str, str]", agent: int) -> str | None:
 def _read(path: str) -> str:
     with open(path, encoding="utf-8", errors="replace") as file:
         return file.read()
+
+
+def _stat(pid: int) -> "list[str]":
+    """What the kernel says of a process after its name."""
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def _is_private(folder: str) -> bool:
@@ -254,7 +259,7 @@ def _pass_on(sock: "_socket.socket", numbers: bytes) -> None:
 
 def _is_stopped(pid: int) -> bool:
     try:
-        return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] == "T"
+        return _stat(pid)[0] == "T"
     except (OSError, IndexError):
         return False
 

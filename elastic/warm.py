@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from checkpoints.processes import process_start, stat_of
-from elastic.beats import STATUS, slots_in
+from elastic.beats import write_status
 from elastic.forked import BROKEN, Order, become_worker
 from elastic.preloading import Imported, preload
 from elastic.relay import ACCEPTED, ENDED, GO, REFUSED, RELAYED, SOCKET, peer_of, unpack
@@ -231,7 +231,7 @@ class Server:
             self._note_step(worker)
         if not worker.word and os.WIFEXITED(status) and os.WEXITSTATUS(status) == 1:
             self._idle_starts.add(worker.generation)
-        self._write_status(pid, status)
+        write_status(self._plan.folder, pid, status)
         told = ENDED + status.to_bytes(4, "little")
         if worker.word == BROKEN:
             self._outdated = self._outdated or "a forked worker could not be set up"
@@ -240,13 +240,6 @@ class Server:
             worker.stub.sendall(told)
         worker.stub.close()
         return True
-
-    def _write_status(self, pid: int, status: int) -> None:
-        """Tell those who come after a worker how it has ended, should it not have told that itself."""
-        for slot in slots_in(self._plan.folder):
-            if slot.split("-")[-2] == str(pid):
-                with contextlib.suppress(OSError):
-                    Path(slot + STATUS).write_text(str(status), encoding="ascii")
 
     def _end_orphans(self) -> None:
         """Before anything new: what belongs to stubs that are gone is gone too."""

@@ -112,6 +112,16 @@ def until_warm(cluster: Cluster, agents: int = 1) -> list[int]:
     return cluster.until(there, "the warm process")
 
 
+def forked_anew(cluster: Cluster) -> tuple[Agent, int]:
+    """A run whose workers are forks, after the kill of the first; its agent and its warm process."""
+    agent = start(cluster)
+    until_told(cluster, 0)
+    (warm,) = until_warm(cluster)
+    cluster.kill(0)
+    until_told(cluster, 1)
+    return agent, warm
+
+
 def until_gone(cluster: Cluster, timeout_s: float) -> None:
     """Wait until nothing of the cluster is left: no process, no socket."""
     cluster.until(
@@ -294,11 +304,7 @@ def test_a_warm_process_that_still_imports_ends_with_its_agent(cluster: Cluster)
 
 @pytest.mark.soak
 def test_after_the_warm_process_is_killed_the_next_start_is_ordinary(cluster: Cluster) -> None:
-    agent = start(cluster)
-    until_told(cluster, 0)
-    (warm,) = until_warm(cluster)
-    cluster.kill(0)
-    until_told(cluster, 1)
+    agent, warm = forked_anew(cluster)
     processes.send([warm], signal.SIGKILL)
     ordinary = until_told(cluster, 2)
     assert [fact["parent"] for fact in ordinary] == [agent.pid] * 2
@@ -329,11 +335,7 @@ def test_a_stopped_warm_process_costs_its_time_and_forks_nothing_later(cluster: 
 def test_a_warm_process_that_is_stopped_while_its_workers_run_is_continued(
     cluster: Cluster,
 ) -> None:
-    agent = start(cluster)
-    until_told(cluster, 0)
-    (warm,) = until_warm(cluster)
-    cluster.kill(0)
-    until_told(cluster, 1)
+    agent, warm = forked_anew(cluster)
     processes.send([warm], signal.SIGSTOP)
     cluster.kill(1)
     assert [fact["parent"] for fact in until_told(cluster, 2)] == [warm] * 2
