@@ -30,7 +30,6 @@ from elastic.reachable import (
     Kind,
     look_at_endpoint,
     look_at_name,
-    look_at_own_name,
     look_at_peers,
     peers_of,
 )
@@ -246,8 +245,6 @@ def _meeting(command: Command, launch: Launch, peers: Sequence[str]) -> Iterator
     if launch.nnodes.rpartition(":")[2] == "1":
         return
     yield look_at_name(command.options.get("local-addr"))
-    if "is_host" not in (command.options.get("rdzv-conf") or ""):
-        yield from look_at_own_name(launch.endpoint)
     yield from look_at_peers(peers)
     if not launch.endpoint:
         told = "found no --rdzv_endpoint, expected HOST:PORT of one node, the same on all"

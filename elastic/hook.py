@@ -4,7 +4,7 @@ torchrun loads the entry points of the group `torchrun.handlers` in every agent 
 This one acts only where the command line says that this torchrun starts our run.py; every other torchrun is left
 as it is. What the user has set, in the environment or on the command line, always wins.
 
-Runs in every torchrun of the environment: imports nothing that Python has not loaded already.
+Runs in every torchrun of the environment: for those of others it imports nothing that Python has not loaded already.
 """
 
 import logging
@@ -63,6 +63,13 @@ def prepare(argv: "Sequence[str]", environ: "MutableMapping[str, str]") -> None:
     else:
         # Without it a node that joins ends every agent: rank 0 never tells it the workers' store.
         given = {UNSHARE: "1", "PET_RDZV_CONF": RENDEZVOUS}
+    endpoint = options.get("rdzv-endpoint", environ.get("PET_RDZV_ENDPOINT", ""))
+    if backend == "c10d" and endpoint:
+        from elastic.addresses import holds_store
+
+        holds = holds_store(endpoint)
+        if holds is not None:
+            given["PET_RDZV_CONF"] = f"{given.get('PET_RDZV_CONF', '')},is_host={holds}".lstrip(",")
     new = {name: value for name, value in given.items() if name not in environ}
     environ.update(new)
     logging.getLogger(__name__).info("set for this torchrun: %s", new)

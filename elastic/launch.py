@@ -13,7 +13,6 @@ import io
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -205,15 +204,6 @@ class Launcher:
             return None if self._takes_next_id(options) else self._tell_closed(error, options)
         except (RendezvousError, DistError) as error:
             return self._tell_lost(error, options, before)
-        except (
-            socket.gaierror
-        ) as error:  # torch asks where its own host is, and who holds the store
-            say(
-                f"--rdzv_backend={options.rdzv_backend}: a host name does not resolve ({error.strerror}), perhaps this node's own,"
-                f" {socket.gethostname()}; give it an address (/etc/hosts), or say --rdzv_conf=is_host=1 on the node of"
-                " --rdzv_endpoint and is_host=0 on the others, or use --rdzv_backend=fsspec; then start again"
-            )
-            return ExitCode.RETRY
         except ElasticError as error:
             sys.stderr.write(f"error: {error}\n")
             return error.code

@@ -1,7 +1,7 @@
 """What `python -m elastic launch` makes of a command line: torchrun's arguments, with what a careful person adds.
 
-Pure: takes words and settings, returns words. What the user gave, on the command line or as PET_*, always wins. Does not
-import torch, so that a wrong setting is told at once.
+Takes words and settings, returns words, and asks this host for nothing but its own name. What the user gave, on the command
+line or as PET_*, always wins. Does not import torch, so that a wrong setting is told at once.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from elastic.addresses import holds_store
 from elastic.errors import ConfigError
 from elastic.hook import FLAGS, RENDEZVOUS, SHARED, UNSHARE
 from elastic.options import Settings
@@ -170,8 +171,13 @@ def _meeting(given: "_Given", url: str, nnodes: str) -> dict[str, str]:
         added["rdzv-endpoint"] = "localhost:0"  # a free port, where torchrun would take 29400
     if not given.has("rdzv-id"):
         added["rdzv-id"] = rdzv_id(url)
+    conf = given.value("rdzv-conf")
     if backend in SHARED and _is_several(nnodes) and not given.has("rdzv-conf"):
-        added["rdzv-conf"] = RENDEZVOUS
+        conf = added["rdzv-conf"] = RENDEZVOUS
+    if backend == "c10d" and "is_host" not in conf:
+        holds = holds_store(added.get("rdzv-endpoint", endpoint))
+        if holds is not None:
+            added["rdzv-conf"] = f"{conf},is_host={holds}".lstrip(",")
     return added
 
 

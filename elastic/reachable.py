@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from elastic.addresses import own_addresses
+from elastic.addresses import is_own, own_addresses, split_endpoint
 from elastic.bounded import run_bounded
 
 __all__ = ["Finding", "Kind", "look_at_endpoint", "look_at_name", "look_at_peers", "peers_of"]
@@ -66,19 +66,6 @@ def look_at_name(local_addr: str | None) -> Finding:
     return Finding(kind="ok", what="host name", told=f"{name!r} is {known[0]}")
 
 
-def look_at_own_name(endpoint: str) -> list[Finding]:
-    """Whether torch's c10d, which looks this host's own name up to see who holds the store, finds an address; what is wrong."""
-    own = socket.gethostname()
-    host = endpoint.rpartition(":")[0] if _has_port(endpoint) else endpoint
-    if host in {own, "localhost", "127.0.0.1", "[::1]", "::1"} or _resolve(own):
-        return []
-    told = (
-        f"{own!r}, this node's own name, does not resolve on it, and c10d looks it up: give it an address (/etc/hosts), or start"
-        f" the node of --rdzv_endpoint with --rdzv_conf=is_host=1 and the others with is_host=0, {_OR_FSSPEC}"
-    )
-    return [Finding(kind="wrong", what="host name", told=told)]
-
-
 def look_at_peers(names: Sequence[str]) -> list[Finding]:
     """Whether each other node's name resolves on this host."""
     findings = []
@@ -114,9 +101,8 @@ def peers_of(environ: Mapping[str, str]) -> list[str]:
 
 def look_at_endpoint(endpoint: str) -> Finding:
     """Whether a store of torchrun's can be served, or reached, at HOST:PORT."""
-    host, _, digits = endpoint.rpartition(":") if _has_port(endpoint) else (endpoint, "", "")
-    host = host.strip("[]") or "localhost"
-    port = int(digits) if digits else _PORT
+    host, given = split_endpoint(endpoint)
+    host, port = host or "localhost", _PORT if given is None else given
     what = "rendezvous"
     found = _resolve(host)
     if not found:
@@ -124,12 +110,9 @@ def look_at_endpoint(endpoint: str) -> Finding:
         return Finding(kind="wrong", what=what, told=told)
     if port == 0:
         return Finding(kind="ok", what=what, told=f"{endpoint}: a free port of this node")
-    is_own = any(
-        address in (*own_addresses(one_node=False, given=None), "::1") for address in found
-    )
-    is_own = is_own or any(address.startswith("127.") for address in found)
-    trouble = _try(found[0], port, binds=is_own)
-    kind, told = _told_own(trouble, port) if is_own else _told_other(trouble)
+    here = any(is_own(address) for address in found)
+    trouble = _try(found[0], port, binds=here)
+    kind, told = _told_own(trouble, port) if here else _told_other(trouble)
     return Finding(kind=kind, what=what, told=f"{endpoint}: {told}")
 
 
@@ -152,11 +135,6 @@ def _told_other(trouble: int) -> tuple[Kind, str]:
         told = f"it cannot be reached ({why}): is that the host, and does a firewall let this port through?"
         return "warn", told
     return "ok", "somebody listens there"
-
-
-def _has_port(endpoint: str) -> bool:
-    host, colon, digits = endpoint.rpartition(":")
-    return bool(colon) and digits.isdigit() and (":" not in host or host.endswith("]"))
 
 
 def _try(address: str, port: int, *, binds: bool) -> int:

@@ -42,8 +42,8 @@ def start(
 def facts(cluster: Cluster, restart: int) -> list[Facts]:
     """What the workers of a start told, by rank; empty until all have."""
     path = cluster.folder / "facts"
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines]
+    whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
+    found = [json.loads(line) for line in whole.splitlines()]
     return sorted(
         (fact for fact in found if fact["restart"] == restart), key=lambda fact: fact["rank"]
     )

@@ -209,6 +209,16 @@ def test_c16_host_names_that_nobody_resolves_do_no_harm(hosts: Hosts) -> None:
     assert all("resolve" not in agent.output() for agent in hosts.agents.values())
 
 
+@pytest.mark.parametrize("by_launch", [True, *soaked(False)])
+def test_c16_c10d_at_an_address_needs_no_name_of_any_host(by_launch: bool, hosts: Hosts) -> None:
+    """Who serves the store torch asks by the host's own name, and it ends where nobody knows that."""
+    where = ["--rdzv_backend=c10d", f"--rdzv_endpoint={hosts.address(1)}:29400", "--rdzv_id=named"]
+    for number in (1, 2):
+        own = f"--local_addr={hosts.address(number)}"
+        start(hosts, number, delay=0.2, rdzv=[*where, own], by_launch=by_launch)
+    assert sizes(finish(hosts))[-1] == 2
+
+
 def test_c16_the_doctor_says_beforehand_that_a_name_does_not_resolve(hosts: Hosts) -> None:
     words = [sys.executable, "-m", "elastic", "doctor", "--nnodes=2", "--peer=h2", "--rdzv_backend=c10d",
              f"--rdzv_endpoint={hosts.address(2)}:29400", tracer(), f"checkpoint.url={hosts.cluster.url}"]  # fmt: skip

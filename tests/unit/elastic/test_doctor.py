@@ -146,21 +146,6 @@ def test_c16_what_the_own_name_means(
     assert reachable.look_at_name("10.1.2.3").kind == "ok"
 
 
-def test_c16_an_own_name_that_c10d_cannot_look_up_is_wrong_whatever_the_others_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    own = socket.gethostname()
-    monkeypatch.setattr(reachable, "_resolve", lambda _: [])
-    (found,) = reachable.look_at_own_name("10.1.2.3:29400")
-    assert found.kind == "wrong"
-    assert f"{own!r}, this node's own name" in found.told
-    assert "--rdzv_conf=is_host=1" in found.told
-    assert reachable.look_at_own_name(f"{own}:29400") == []
-    assert reachable.look_at_own_name("localhost") == []
-    monkeypatch.setattr(reachable, "_resolve", lambda _: ["10.1.2.3"])
-    assert reachable.look_at_own_name("10.1.2.3:29400") == []
-
-
 def test_help_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.main(["doctor", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: python -m elastic doctor")
