@@ -1,6 +1,7 @@
 """Step time of bitwise mode against the tutorial's bare DDP loop, side by side in one run.
 
     torchrun --nproc_per_node=2 tests/bench/bitwise_speed.py gpt
+    torchrun --nproc_per_node=4 tests/bench/bitwise_speed.py convnet
     torchrun --nproc_per_node=4 tests/bench/bitwise_speed.py digits --shards 4
 
 Both arms train the same model with the same global batch, optimizer, schedule, clipping and precision,
@@ -30,9 +31,11 @@ from elastic.config import parse_arguments, read_settings  # noqa: E402
 from jobs.loading import load_job  # noqa: E402
 from tests.bench.loop_speed import Bare, Ours  # noqa: E402
 
-STEPS = {"digits": 40, "gpt": 4}
+STEPS = {"convnet": 8, "digits": 40, "gpt": 4}
+JOBS = {"convnet": "tests/bench/convnet.py:Convnet"}
 # Enough work in a shard that it is the reduction that is measured.
 SIZES = {
+    "convnet": ["train.global_batch_size=32", "train.grad_clip=1.0"],
     "digits": ["args.width=64", "train.global_batch_size=128"],
     "gpt": [
         "args.n_layer=4",
@@ -65,7 +68,12 @@ def main() -> None:
         "train.reproducible=bitwise",
         f"train.logical_shards={shards}",
     ]
-    arguments = [f"jobs/{given.job}.yaml", *SIZES[given.job], *common, *given.overrides]
+    arguments = [
+        JOBS.get(given.job, f"jobs/{given.job}.yaml"),
+        *SIZES[given.job],
+        *common,
+        *given.overrides,
+    ]
     settings = read_settings(parse_arguments(arguments), root=ROOT)
     job = load_job(settings.job, settings.args)
     bitwise = Ours(job, settings)
