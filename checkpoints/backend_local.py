@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _TEMP: Final = ".tmp-"
 _LOCK: Final = ".lock-"
 _MOST_BUFFERS: Final = 1024
+_NOWHERE: Final = "found a link that leads nowhere (a disk that is not mounted?)"
 _NO_LINKS: Final = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 )
@@ -156,7 +157,10 @@ class LocalBackend:
         path = self.root / name
         if path.is_dir():
             raise FileNotFoundError(errno.ENOENT, "found a folder", str(path))
-        return path.stat().st_size
+        try:
+            return path.stat().st_size
+        except OSError as error:
+            raise _odd(error) or error from error
 
     def names(self, prefix: str) -> list[str]:
         """Walk the folder that the prefix lies in."""
@@ -181,6 +185,10 @@ class LocalBackend:
             with os.scandir(self.root / folder) as found:
                 entries = [entry for entry in found if not entry.name.startswith((_TEMP, _LOCK))]
         except FileNotFoundError:
+            if (
+                self.root / folder
+            ).is_symlink():  # to a disk that is not mounted: not the same as empty
+                raise OSError(errno.ENXIO, _NOWHERE, str(self.root / folder)) from None
             return []
         if not folder:
             return entries
@@ -269,7 +277,8 @@ class LocalBackend:
             try:
                 new.mkdir(exist_ok=True)
             except (FileExistsError, NotADirectoryError) as error:
-                told = f"found a file at {new.name}, expected a folder"
+                kind = _NOWHERE.removeprefix("found ") if new.is_symlink() else "a file"
+                told = f"found {kind} at {new.name}, expected a folder"
                 raise NotAFileError(errno.ENOTDIR, told) from error
             # Without this a power cut may lose the folder with all that was synced in it.
             _sync_folder(new.parent)
@@ -296,6 +305,13 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
         return False
 
 
+def _odd(error: OSError) -> NotAFileError | None:
+    """The error for what holds no bytes, whoever asks; None where it is another one."""
+    if error.errno in {errno.ELOOP, errno.ENXIO}:  # a socket has no such address
+        return NotAFileError(error.errno, "found no file but a link or a socket, expected a file")
+    return None
+
+
 def _open_file(path: Path) -> int:
     """Open what holds bytes; a FIFO would make one wait for whoever writes to it.
 
@@ -305,10 +321,7 @@ def _open_file(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENXIO}:  # a socket has no such address
-            told = "found no file but a link or a socket, expected a file"
-            raise NotAFileError(error.errno, told) from error
-        raise
+        raise _odd(error) or error from error
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)

@@ -50,7 +50,7 @@ class S3Backend(ObjectBackend):
         condition = {"IfNoneMatch": "*"} if tag is None else {} if tag == ANY else {"IfMatch": tag}
         sends = total_bytes(chunks)
         reply = self.call("put_object", name, sends=sends, Body=Body(chunks), **condition)
-        return str(reply["ETag"])
+        return _tag(reply)
 
     def _begin(self, name: str, parts: Sequence[Sequence[memoryview]]) -> Upload:
         return _Multipart(self, name, parts)
@@ -64,7 +64,7 @@ class S3Backend(ObjectBackend):
             reply = await fs._call_s3("get_object", Bucket=bucket, Key=key, **span)  # noqa: SLF001
             body = reply["Body"]
             try:
-                return await body.read(), str(reply["ETag"])
+                return await body.read(), _tag(reply)
             finally:
                 body.close()
 
@@ -81,10 +81,18 @@ class S3Backend(ObjectBackend):
             where["Delimiter"] = "/"
         while True:
             page = self._bucket("list_objects_v2", **where)
+            if not page.keys() & {
+                "IsTruncated",
+                "KeyCount",
+                "Name",
+            }:  # another server's page is no empty store
+                raise _senseless("list of objects")
             yield from (str(item["Key"]) for item in page.get("Contents", ()))
             yield from (str(item["Prefix"]) for item in page.get("CommonPrefixes", ()))
             if not page.get("IsTruncated"):
                 return
+            if "NextContinuationToken" not in page:
+                raise _senseless("NextContinuationToken")
             where["ContinuationToken"] = page["NextContinuationToken"]
 
     def _remove(self, name: str) -> None:
@@ -123,6 +131,17 @@ class S3Backend(ObjectBackend):
             # Its writer has finished it or given it up in the meantime.
             if error_code(error) != "NoSuchUpload" and classify(error) is not Verdict.MISSING:
                 raise
+
+
+def _tag(reply: Mapping[str, Any]) -> str:
+    if "ETag" not in reply:
+        raise _senseless("ETag")
+    return str(reply["ETag"])
+
+
+def _senseless(wanted: str) -> ConnectionError:
+    """The error for what no S3 server says: something on the way answered, and may not the next time."""
+    return ConnectionError(f"found a reply without {wanted}, expected one of S3")
 
 
 class _Multipart:

@@ -13,6 +13,7 @@ out; none of them ever holds a credential.
      ├ NoCheckpointError(FileNotFoundError)
      ├ UnsupportedStateError(TypeError)
      ├ RecordError(ValueError)
+     │   └ NewerFormatError
      ├ OptionError(ValueError)
      └ SupersededError, PartedError
 """
@@ -56,6 +57,10 @@ class UnsupportedStateError(CheckpointError, TypeError):
 
 class RecordError(CheckpointError, ValueError):
     """Raised when a JSON record or a name at the URL cannot be read; names it."""
+
+
+class NewerFormatError(RecordError):
+    """Raised when a checkpoint was written in a format that this version does not know: it is no damage."""
 
 
 class OptionError(CheckpointError, ValueError):

@@ -107,6 +107,8 @@ def open_target(
 
 def _odd_kind(path: Path) -> str | None:
     """What lies there that must not be replaced; None where nothing does, or a file."""
+    if path.is_symlink():  # be it /dev/stdout: a rename would take its place
+        return "a link"
     try:
         mode = path.stat().st_mode
     except OSError:

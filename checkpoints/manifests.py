@@ -13,7 +13,7 @@ from typing import Final, Self
 import xxhash
 
 from checkpoints.canonical import JSON, LIMIT_BYTES, Fields, dump, parse
-from checkpoints.errors import DamagedError, RecordError
+from checkpoints.errors import DamagedError, NewerFormatError, RecordError
 from checkpoints.names import CHECKPOINTS, MANIFEST, CheckpointName, new_token, utc_now
 
 MANIFEST_LIMIT_BYTES: Final = LIMIT_BYTES
@@ -110,6 +110,10 @@ class Manifest:
         if dump(values) != data:
             raise fields.fail(
                 "found another spelling, expected the one in which manifests are written"
+            )
+        if type(found := fields.values.get("format")) is int and found > 1:
+            raise NewerFormatError(
+                f"{name}: found format {found}, expected 1: a newer version of this package wrote it; use that version"
             )
         fields.version()
         manifest = cls(

@@ -144,7 +144,7 @@ def _plan(
     names: dict[str, JSON] = {}
     keys: dict[str, str] = {}
     for key, state in tree.items():
-        if not _KEY.fullmatch(key):
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise UnsupportedStateError(
                 f"{key!r}: found a key that makes no file name, expected letters, digits, _ and -"
             )

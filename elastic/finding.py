@@ -15,6 +15,7 @@ import torch
 from checkpoints import memory
 from checkpoints.errors import (
     DamagedError,
+    NewerFormatError,
     NoCheckpointError,
     ObjectMissingError,
     RecordError,
@@ -25,7 +26,7 @@ from checkpoints.layout import CheckpointName
 from checkpoints.manager import CheckpointManager
 from checkpoints.rollbacks import is_left_behind
 from checkpoints.serialization import join, split
-from elastic.errors import ElasticError, ReplicaError
+from elastic.errors import AttentionError, ElasticError, ReplicaError
 from elastic.keeping import Keeper
 from elastic.world import World
 
@@ -68,6 +69,7 @@ def find_state(
 
     Raises:
         ElasticError: The store failed while reading; a restart may cure it.
+        AttentionError: A newer version has written a checkpoint.
     """
     damaged: list[str] = []
     wrong = set(left_out)
@@ -133,9 +135,13 @@ def _choose(
     if world.is_primary:
         try:
             verdict = _furthest(manager, all_held, wrong, damaged)
+        except NewerFormatError as error:
+            verdict = {"newer": str(error)}
         except StoreError as error:
             verdict = {"error": str(error)}
     verdict = told(world.broadcast(verdict))
+    if "newer" in verdict:
+        raise AttentionError(str(verdict["newer"]))
     if "error" in verdict:
         raise ElasticError(f"the checkpoints could not be listed: {verdict['error']}")
     if verdict["source"] is None:

@@ -260,11 +260,20 @@ class Generation:
             )
 
     def _refuse_ruins(self, found: finding.Found) -> None:
-        """A run that has checkpoints, of which none verifies, is not begun anew in silence. Collective."""
+        """A run that has checkpoints, of which none verifies or is there, is not begun anew in silence. Collective."""
         if found.tree is not None:
             return
-        ruins = self.world.broadcast([str(name) for name in found.ruins])
-        if ruins:
+        mine: dict[str, Any] = {"ruins": [str(name) for name in found.ruins]}
+        if self.is_primary and not found.ruins:
+            lost = resume.lost_checkpoint(self.manager.catalog, self.generation)
+            mine["lost"] = None if lost is None else str(lost)
+        said = finding.told(self.world.broadcast(mine))
+        if said.get("lost"):
+            raise AttentionError(
+                f"{self.store.display_url}/checkpoints: found none, expected at least {said['lost']}, of which the run's records "
+                "tell; mount or bring back what held them, or take a new checkpoint.url to begin anew"
+            )
+        if ruins := said["ruins"]:
             raise AttentionError(
                 f"checkpoints: {', '.join(ruins)}: none of them verifies, expected one to go on from; look at them "
                 f"with python -m checkpoints verify {self.store.display_url}, or take a new checkpoint.url"

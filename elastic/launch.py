@@ -207,6 +207,11 @@ class Launcher:
         except ElasticError as error:
             sys.stderr.write(f"error: {error}\n")
             return error.code
+        if self._newest_worker() and not read_verdicts(self._folder):
+            say(
+                "the workers ended with 0 and the run is not over: something in the job ended the process (os._exit); start again"
+            )
+            return ExitCode.RETRY
         return ExitCode.DONE
 
     def _takes_next_id(self, options: "argparse.Namespace") -> bool:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from checkpoints.catalog import Catalog
 from checkpoints.errors import (
     CheckpointError,
     ObjectMissingError,
@@ -27,8 +28,10 @@ from checkpoints.generations import (
     newest_generation,
     read_claim,
     read_rollbacks,
+    read_started,
     write_started,
 )
+from checkpoints.journal import read_events
 from checkpoints.layout import (
     JSON,
     RUN,
@@ -59,6 +62,7 @@ __all__ = [
     "claim_generation",
     "is_pending",
     "load_initial",
+    "lost_checkpoint",
     "say_started",
 ]
 
@@ -263,3 +267,25 @@ def say_started(
             position=position,
         ),
     )
+
+
+def lost_checkpoint(catalog: Catalog, generation: int) -> CheckpointName | None:
+    """The newest checkpoint that generations before this one tell of, where there is none at all; primary only.
+
+    Raises:
+        ElasticError: The store failed; a restart may cure it.
+    """
+    if generation == 1:
+        return None
+    try:
+        if catalog.inventory().committed:
+            return None
+        events = read_events(catalog.store)
+        saved = [
+            str(event.get("checkpoint")) for event in events if event.get("event") == "checkpoint"
+        ]
+        known = [CheckpointName.find(name) for name in saved]
+        known += [record.parent_name for record in read_started(catalog.store)]
+    except StoreError as error:
+        raise ElasticError(f"the run's records could not be read: {error}") from error
+    return max((name for name in known if name is not None), default=None)

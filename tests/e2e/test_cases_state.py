@@ -106,3 +106,28 @@ def test_c44_a_changed_model_is_refused(
         assert part in lines[0]
     assert "Traceback" not in agent.output()
     assert contents(cluster.url) == before
+
+
+@pytest.mark.parametrize("how", ["emptied", *soaked("unmounted")])
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew_in_silence(
+    how: str, cluster: Cluster
+) -> None:
+    overrides = (*EACH_STEP, "args.n=16", "train.epochs=1", "train.global_batch_size=4")
+    run_once(cluster, tracer("Cosine"), *overrides)
+    folder = Path(cluster.url) / "checkpoints"
+    away = folder.rename(folder.with_name("away"))
+    if how == "emptied":
+        folder.mkdir()
+    else:
+        folder.symlink_to("disk")
+    agent = cluster.start(tracer("Cosine"), *overrides, "train.epochs=2", nproc=2, max_restarts=0)
+    assert agent.wait() == 1
+    told = "found none, expected at least " if how == "emptied" else "a link that leads nowhere"
+    assert told in agent.output()
+    assert "Traceback" not in agent.output()
+    assert max(records.started(cluster.url)) == 1
+    folder.rmdir() if how == "emptied" else folder.unlink()
+    away.rename(folder)
+    agent = cluster.start(tracer("Cosine"), *overrides, "train.epochs=2", nproc=2)
+    assert agent.wait() == 0, agent.tail()
+    assert records.summary(cluster.url)["steps"] == 8

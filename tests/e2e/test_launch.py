@@ -29,8 +29,8 @@ def until_facts(cluster: Cluster, restart: int) -> list[records.Record]:
     path = cluster.folder / "facts"
 
     def told() -> list[records.Record] | None:
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = [fact for fact in map(json.loads, lines) if fact["restart"] == restart]
+        whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
+        found = [fact for fact in map(json.loads, whole.splitlines()) if fact["restart"] == restart]
         return sorted(found, key=lambda fact: fact["rank"]) if len(found) == 2 else None
 
     found = cluster.until(told, f"the facts of start {restart + 1}")
@@ -96,6 +96,18 @@ def test_told_to_end_when_its_workers_have_just_begun_it_says_so(cluster: Cluste
     (line,) = [line for line in agent.output().splitlines() if "told to " in line]
     # A busy machine may have let them come to a step by then.
     assert line == "launch: told to end before there was anything new to save" or "is saved" in line
+
+
+def test_a_worker_that_the_job_ends_with_0_has_not_finished_the_run(cluster: Cluster) -> None:
+    (cluster.folder / "exit-0").write_text("0")
+    overrides = (f"args.folder={cluster.folder}", *SHORT)
+    agent = launch(cluster, *overrides, job=TOLD, nproc=1)
+    assert agent.wait(60) == 1
+    (line,) = said(agent)
+    assert "the workers ended with 0 and the run is not over" in line
+    agent = launch(cluster, *overrides, job=TOLD, nproc=1)
+    assert agent.wait(60) == 0, agent.tail()
+    assert_each_sample_once(cluster.url, 40, 1)
 
 
 @pytest.mark.parametrize("closed", [*soaked(">&-"), ">&- 2>&- <&-"])

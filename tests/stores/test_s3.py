@@ -169,6 +169,20 @@ def test_throttling_is_retried_until_it_is_over(
     assert faulty.get("x") == b"1"
 
 
+def test_a_page_of_something_on_the_way_is_neither_a_list_nor_an_answer(
+    faulty: Store, proxy: FaultProxy
+) -> None:
+    faulty.put("x/1", b"1")
+    for method in ("GET", "PUT"):
+        proxy.faults.append(
+            Fault(kind=Kind.REFUSE, method=method, status=200, code="Portal", times=1)
+        )
+    assert faulty.list("x/") == ["x/1"]
+    faulty.put("x/2", b"2")
+    assert faulty.get("x/2") == b"2"
+    assert [fault.hits for fault in proxy.faults] == [1, 1]
+
+
 def test_a_reply_cut_short_is_read_again(faulty: Store, proxy: FaultProxy) -> None:
     faulty.put("x", b"0123456789" * 10_000)
     proxy.faults.append(Fault(kind=Kind.TRUNCATE, method="GET", times=2, keep_bytes=500))

@@ -3,7 +3,9 @@
 import struct
 
 import torch
+import xxhash
 
+from checkpoints.canonical import JSON, dump
 from checkpoints.layout import CheckpointName
 from checkpoints.tensorfile import byte_view
 
@@ -46,3 +48,9 @@ def state(step: int, *, width: int = 8) -> dict[str, object]:
 def name(step: int, generation: int = 1) -> CheckpointName:
     """A checkpoint's name."""
     return CheckpointName(generation, step)
+
+
+def signed(values: dict[str, JSON]) -> bytes:
+    """A manifest of these values whose own checksum is right."""
+    values.pop("checksum", None)
+    return dump({**values, "checksum": xxhash.xxh3_128_hexdigest(dump(values))})

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints.canonical import dump, parse
-from checkpoints.errors import DamagedError, RecordError
+from checkpoints.errors import DamagedError, NewerFormatError, RecordError
 from checkpoints.layout import (
     JSON,
     MANIFEST_LIMIT_BYTES,
@@ -29,6 +29,7 @@ from checkpoints.layout import (
     utc_now,
     void_manifest,
 )
+from tests.support.states import signed
 
 NAME = CheckpointName(7, 1200)
 SUM = "0123456789abcdef" * 2
@@ -47,14 +48,6 @@ def manifest(**changes: object) -> Manifest:
         name=NAME, parent=CheckpointName(6, 1000), run_id="run", files=files, info={"epoch": 3}
     )
     return replace(made, **changes)  # type: ignore[arg-type]  # each test gives the field's own type
-
-
-def signed(values: dict[str, JSON]) -> bytes:
-    """A manifest of these values whose own checksum is right."""
-    import xxhash
-
-    values.pop("checksum", None)
-    return dump({**values, "checksum": xxhash.xxh3_128_hexdigest(dump(values))})
 
 
 # ------------------------------------------------------------------------------------------- names
@@ -178,7 +171,7 @@ def test_the_manifest_of_another_step_is_refused() -> None:
 
 
 HOSTILE: list[tuple[str, JSON, str]] = [
-    ("format", 2, "format: found 2, expected 1"),
+    ("format", 0, "format: found 0, expected 1"),
     ("format", None, "format: found None"),
     ("name", "../../etc", "name: found '../../etc'"),
     ("name", 7, "name: found 7"),
@@ -200,6 +193,13 @@ def test_a_hostile_manifest_with_a_right_checksum_is_refused(
     values = parse(manifest().to_json(), "m")
     values[key] = value
     with pytest.raises(DamagedError, match=reason):
+        Manifest.from_json(signed(values), "m")
+
+
+def test_a_manifest_of_a_newer_version_is_no_damage() -> None:
+    values = parse(manifest().to_json(), "m")
+    values["format"] = 2
+    with pytest.raises(NewerFormatError, match="m: found format 2, expected 1: a newer version"):
         Manifest.from_json(signed(values), "m")
 
 

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 from checkpoints import commands, reader
-from checkpoints.canonical import JSON
+from checkpoints.canonical import JSON, parse
 from checkpoints.catalog import split_address
 from checkpoints.errors import (
     CheckpointError,
     DamagedError,
+    NewerFormatError,
     NoCheckpointError,
     OptionError,
     PermanentStoreError,
@@ -33,7 +34,7 @@ from checkpoints.errors import (
 from checkpoints.layout import CheckpointName, FileEntry, Manifest, is_void, void_manifest
 from checkpoints.manager import CheckpointManager
 from checkpoints.store import Store, open_store
-from tests.support.states import name, same, state
+from tests.support.states import name, same, signed, state
 
 ROOT = Path(__file__).parents[3]
 
@@ -199,6 +200,60 @@ def test_with_keep_one_the_older_goes_only_when_the_newer_was_read_back(
     assert same(found[1], state(1))
     save(manager, 3)
     assert steps(manager) == [3]
+
+
+@pytest.mark.parametrize("kind", ["itself", "nowhere"])
+def test_a_data_file_that_is_a_link_to_nothing_is_damage(
+    kind: str, local: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(local)
+    save(manager, 1)
+    save(manager, 2)
+    assert local.folder is not None
+    file = local.folder / name(2).folder / "model.safetensors"
+    file.unlink()
+    file.symlink_to(file.name if kind == "itself" else "elsewhere")
+    found = CheckpointManager(local).restore_newest()
+    assert found is not None
+    assert same(found[1], state(1))
+    assert str(name(2)) in caplog.text
+
+
+def test_checkpoints_behind_a_link_that_leads_nowhere_are_not_taken_for_none(local: Store) -> None:
+    save(CheckpointManager(local), 1)
+    assert local.folder is not None
+    disk = local.folder.with_name("disk")
+    (local.folder / "checkpoints").rename(disk)
+    (local.folder / "checkpoints").symlink_to(disk)
+    assert steps(CheckpointManager(local)) == [1]
+    disk.rename(disk.with_name("elsewhere"))
+    with pytest.raises(PermanentStoreError, match="a link that leads nowhere"):
+        CheckpointManager(local).restore_newest()
+    with pytest.raises(CheckpointError, match="a link that leads nowhere"):
+        save(CheckpointManager(local), 2)
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_and_stays(local: Store) -> None:
+    manager = CheckpointManager(local, keep=1)
+    save(manager, 1)
+    path = name(1).manifest
+    values = parse(local.get(path), path)
+    values["format"] = 2
+    local.put(path, signed(values))
+    for step in (2, 3):
+        manager = CheckpointManager(local, keep=1)
+        with pytest.raises(NewerFormatError, match="a newer version of this package wrote it"):
+            manager.restore_newest()
+        save(manager, step)
+    assert local.exists(path)
+
+
+@pytest.mark.parametrize("key", [0, None, True, ("a",), "a/b"])
+def test_a_key_that_names_no_file_is_refused_by_its_name(key: Any, local: Store) -> None:
+    with pytest.raises(UnsupportedStateError, match="found a key that makes no file name"):
+        CheckpointManager(local).stage(
+            {"model": {}, key: torch.ones(1)}, name=name(1), parent=None, run_id="r", info={}
+        )
 
 
 def test_a_manifest_that_arrived_torn_is_seen_before_the_older_checkpoint_goes(

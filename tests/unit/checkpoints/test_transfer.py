@@ -461,6 +461,18 @@ def test_a_device_is_not_replaced_by_force(
     assert fifo.is_fifo()
 
 
+def test_a_link_is_not_replaced_by_force(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "stdout"
+    link.symlink_to(tmp_path / "file")
+    (tmp_path / "file").touch()
+    code, _, told = run(capsys, "export", store.url, str(link), "--force")
+    assert code == 2
+    assert "found a link, expected the name of a file to write" in told
+    assert link.is_symlink()
+
+
 @pytest.mark.parametrize(("kind", "count"), [("safetensors", 5 << 20), ("torch", 3 << 20)])
 def test_a_full_disk_is_told_with_what_is_needed_and_what_is_free(
     small_disk: Path,
