@@ -51,6 +51,7 @@ class Flat:
         kinds = dict.fromkeys((p.dtype, p.device) for p in self.parameters)
         self._kinds = {kind: place for place, kind in enumerate(kinds)}
         self._sizes = [0] * len(kinds)
+        self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
         self._places: list[tuple[int, int]] = []
         for number, parameter in enumerate(self.parameters):
             kind = self._kinds[parameter.dtype, parameter.device]
@@ -83,8 +84,11 @@ class Flat:
             for size, (dtype, device) in zip(self._sizes, self._kinds, strict=True)
         ]
         views = [
-            flats[kind][start : start + parameter.numel()].view(parameter.shape)
-            for parameter, (kind, start) in zip(self.parameters, self._places, strict=True)
+            # In the parameter's own order of dimensions: fused optimizers read both as they lie in memory.
+            flats[kind][start : start + parameter.numel()].as_strided(parameter.shape, strides)
+            for parameter, strides, (kind, start) in zip(
+                self.parameters, self._strides, self._places, strict=True
+            )
         ]
         return Buffer(flats, views)
 

@@ -26,6 +26,7 @@ _LEAVE_S: Final = 5.0
 """For the processes' own end, after the state is saved."""
 _UNKNOWN_S: Final = 10.0
 """For a checkpoint while none has been made."""
+_LEAST_S: Final = 2 * _UNKNOWN_S + _LEAVE_S
 _TOGETHER_S: Final = 60.0
 """Ranks whose limits lie no further apart leave together."""
 
@@ -66,9 +67,14 @@ def check_limit(text: str) -> None:
     """Refuse what is neither a duration nor a time.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: It is not, or is so short that no step could ever be done.
     """
-    if text.strip().lower() != _SLURM and _duration(text) is None and _time(text) is None:
+    duration = _duration(text)
+    if duration is not None and duration <= _LEAST_S:
+        raise ConfigError(
+            f"stop_before: found {text!r}, expected more than {_LEAST_S:g} s, which are kept for the last checkpoint and the end"
+        )
+    if text.strip().lower() != _SLURM and duration is None and _time(text) is None:
         raise ConfigError(f"stop_before: found {text!r}, expected {_EXPECTED}")
 
 

@@ -95,11 +95,11 @@ class Training:
         )
         run.check_position = self.plan.step_at
         run.restore(lambda: job.initialize(model))
-        if train.on_nonfinite == "rollback" and run.step == 0:
-            run.save()  # so that there is always something to return to
         self.model = model
         if self._bitwise:
             self._check_machines()
+        if train.on_nonfinite == "rollback" and run.step == 0:
+            run.save()  # so that there is always something to return to
         self._buffers: ShardBuffers | None = None
         if train.logical_shards is not None:
             shards, ranks = train.logical_shards, run.world.world_size
@@ -184,7 +184,12 @@ class Training:
 
     def _roll_back(self, refused: str) -> None:
         """Go on from an older checkpoint without the step that was refused. Collective."""
+        began = self.run.progress.arithmetic
         self.run.roll_back(refused)
+        if self._bitwise:
+            # An older generation's checkpoint knows nothing of what has changed since.
+            self.run.progress.arithmetic = self.run.progress.arithmetic or began
+            self._check_machines()
         self._eval_clock.restart()
         self._evaluated_at = -1
         self._catch_up()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support import records
-from tests.support.cases import run_once, tracer
+from tests.support.cases import EACH_STEP, run_once, tracer
 from tests.support.cluster import Cluster
 from tests.support.sameness import BITWISE, DIGITS, GPT, SMALL_DIGITS, Bits, run_worlds
 
@@ -102,6 +102,26 @@ def test_another_kind_of_processor_is_told_and_the_run_goes_on(cluster: Cluster)
     assert records.summary(cluster.url)["bits_until"] == 8
     # It stays so where the old one comes back.
     assert run_once(cluster, str(DIGITS), *overrides, nproc=1)["bits_until"] == 8
+
+
+def test_a_rollback_keeps_what_is_known_of_the_bits(cluster: Cluster) -> None:
+    overrides = (
+        *EACH_STEP,
+        "args.n=12",
+        "args.nan_item=10",
+        "train.epochs=1",
+        "train.global_batch_size=4",
+        "train.on_nonfinite=rollback",
+        "train.reproducible=bitwise",
+        "train.logical_shards=2",
+    )
+    run_once(cluster, tracer(), *overrides, "train.max_steps=1", nproc=1)
+    agent = cluster.start(tracer(), *overrides, nproc=1, env={"ATEN_CPU_CAPABILITY": "default"})
+    assert agent.wait(60) == 0, agent.tail()
+    summary = records.summary(cluster.url)
+    # The checkpoint that it went back to is of the generation before, which knew nothing of another processor.
+    assert summary["generations"][-1]["parent"] == "000001-000000000001"
+    assert summary["bits_until"] == 1
 
 
 def masks(folder: Path) -> dict[tuple[int, ...], str]:

@@ -50,6 +50,7 @@ def test_an_impossible_training_option_is_one_line(changed: dict[str, object], t
     ("changed", "text"),
     [
         ({"stop_before": "soon"}, "stop_before: found 'soon', expected a duration such as 11 h"),
+        ({"stop_before": "8 s"}, "stop_before: found '8 s', expected more than 25 s"),
         ({"stop_before": "0"}, "stop_before: found '0', expected a duration such as 11 h"),
     ],
 )
